@@ -1,0 +1,54 @@
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+MAKEFLAGS += --no-builtin-rules
+
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14 python3 python,\
+	$(shell command -v $(name) >/dev/null && $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	2>/dev/null && echo $(name))))
+PIP_FLAGS ?=
+BIN := .venv/bin
+STAMP := .venv/.installed
+MYPY := $(BIN)/mypy -p openrl
+
+.PHONY: help install demo test test-wheel lint format proto clean
+
+help: ## Say what can be made
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@echo "Variables: PYTHON (now: $(or $(PYTHON),none found)), PIP_FLAGS, ARGS (for test and demo)"
+
+install: $(STAMP) ## Make .venv with all that the demo and the tests need
+
+$(STAMP): setup.cfg pyproject.toml
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found: install one, or make PYTHON=/path/to/python"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) can't make virtual environments: on Debian, install python3-venv"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --upgrade pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --editable '.[dev]'
+	@touch $@
+
+demo: install ## Fine-tune a small real model twice, through the service, and check that it learned
+	$(BIN)/python examples/demo.py $(ARGS)
+
+test: install ## Run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+test-wheel: install ## Build the wheel, install it elsewhere, import every module
+	$(BIN)/python -m pytest tests/test_wheel.py $(ARGS)
+
+lint: install ## Check style, types and who imports whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+	$(MYPY)
+
+format: install ## Put the code in order
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: install ## Compile tasks/wire/openrl.proto
+	$(BIN)/python -m grpc_tools.protoc --proto_path=.typing --python_out=.typing --pyi_out=.typing \
+		openrl/tasks/wire/openrl.proto
+
+clean: ## Remove what was built or demonstrated; .venv stays
+	rm -rf .demo build dist ./*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
