@@ -1,0 +1,68 @@
+-- Accept one operation of a run, once.
+-- Reads and writes: the run, its journal and bodies, its promise, ready:<slug>, gaps, depth, the session's
+-- last_seen; for a create the tenant's and the session's lists of runs; for an ephemeral save its sampler's
+-- reservation.
+-- ARGV: 1 tenant, 2 run id, 3 seq, 4 kind, 5 digest, 6 stowed body, 7 its size, 8 request id,
+--       9 mode: submit | create | refuse, 10 sampler id to reserve or '', 11 session id,
+--       12 create: slug, 13 create: record, 14 refuse: error, 15 refuse: '1' if it voids gradients, 16 refuse: ttl
+-- returns NEW | SAME | KEYREUSED | MISSING (the gap was closed) | SAMPLER (its number is used) | NOTFOUND (run)
+--         | SESSION (not found) | GONE (session)
+local tenant, run_id, seq, kind, digest, body = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
+local request_id, mode, reserve, session_id = ARGV[8], ARGV[9], ARGV[10], ARGV[11]
+local run, session, now = K.run(tenant, run_id), K.session(tenant, session_id), clock()
+
+local known = redis.call('HMGET', run, 'applied', 'slug')
+local applied, slug = known[1], known[2]
+if not applied and mode ~= 'create' then
+  return 'NOTFOUND'
+end
+
+local header = redis.call('HGET', K.journal(tenant, run_id), seq)
+if header then
+  header = cjson.decode(header)
+  if header.kind == 'missing' then
+    return 'MISSING'
+  elseif header.digest ~= digest then
+    return 'KEYREUSED'
+  end
+  -- The same bytes under the same file name: this very call, sent again by the client library.
+  return redis.call('HGET', K.bodies(tenant, run_id), seq) == body and 'NEW' or 'SAME'
+end
+
+if not applied then
+  if redis.call('HEXISTS', session, 'record') == 0 then
+    return 'SESSION'
+  elseif redis.call('HEXISTS', session, 'finished') == 1 then
+    return 'GONE'
+  end
+end
+if reserve ~= '' then
+  local sampler = K.sampler(tenant, reserve)
+  if redis.call('HEXISTS', sampler, 'record') == 1 or redis.call('HSETNX', sampler, 'reserved', request_id) == 0 then
+    return 'SAMPLER'
+  end
+end
+
+if not applied then
+  slug = ARGV[12]
+  redis.call('HSET', run, 'record', ARGV[13], 'slug', slug, 'session', session_id, 'created', now, 'applied', -1,
+    'pending', 0, 'state', 'creating', 'owner', '', 'generation', '', 'token', '')
+  redis.call('ZADD', K.runs(tenant), now, run_id)
+  redis.call('HSET', K.session_runs(tenant, session_id), run_id, now)
+end
+redis.call('HSET', run, 'last_request', now)
+if redis.call('HEXISTS', session, 'record') == 1 then
+  redis.call('HSET', session, 'last_seen', now)
+end
+redis.call('HSET', K.future(tenant, request_id), 'state', 'pending', 'kind', kind, 'model_id', run_id, 'submitted', now)
+if mode == 'refuse' then
+  enter(tenant, run_id, slug, seq, {kind = 'refused', digest = digest, submitted = now, size = '0',
+    outcome = ARGV[14], voids = ARGV[15]})
+  finish(tenant, request_id,
+    {state = 'failed', content_type = '', result = '', error = ARGV[14], category = 'user'}, now, ARGV[16])
+else
+  enter(tenant, run_id, slug, seq, {kind = kind, digest = digest, submitted = now, size = ARGV[7]})
+  redis.call('HSET', K.bodies(tenant, run_id), seq, body)
+end
+place(tenant, run_id, now)
+return 'NEW'

@@ -1,0 +1,71 @@
+"""The Celery application: dispatches every operation by name and shows it; decides nothing.
+
+Order, once-only and durability belong to the journal (`openrl.tasks.journal`), since Celery on Redis
+gives neither. Messages carry ids only, are acknowledged early and may be lost, doubled or late without
+harm. `celery -A openrl.tasks ...` and Flower find this application here.
+"""
+
+from __future__ import annotations
+
+import os
+
+from celery import Celery
+
+from openrl.tasks.settings import broker_url
+
+CONTROL_QUEUE = "control"
+"""The scheduler's own queue."""
+
+KINDS = ("train", "sample")
+"""The two families of queues: what a trainer consumes, what a sampler consumes."""
+
+
+def queue_name(family: str, slug: str, tenant: str) -> str:
+    """Name a tenant's queue of a base model. Unambiguous: a tenant's name holds no dot."""
+    return f"{family}.{slug}.{tenant}"
+
+
+def notice_queue(family: str, slug: str) -> str:
+    """Name the queue that every worker of a base model consumes from its first moment."""
+    return f"notice.{family}.{slug}"
+
+
+def _configure(app: Celery) -> None:
+    app.conf.update(
+        accept_content=["json"],
+        task_serializer="json",
+        result_serializer="json",
+        # Results live in the store beside the promises; Celery keeps none.
+        task_ignore_result=True,
+        # A doorbell that is lost with its worker does no harm; one that comes back twice costs threads.
+        task_acks_late=False,
+        worker_prefetch_multiplier=1,
+        worker_disable_prefetch=True,
+        worker_enable_remote_control=True,
+        worker_send_task_events=True,
+        task_send_sent_event=True,
+        worker_cancel_long_running_tasks_on_connection_loss=False,
+        broker_connection_retry_on_startup=True,
+        broker_pool_limit=8,
+        broker_transport_options={
+            # One Redis list a queue in place of four: BRPOP ships every key.
+            "priority_steps": [0],
+            "queue_order_strategy": "round_robin",
+            "polling_interval": 0.1,
+            "socket_timeout": 30,
+            "socket_connect_timeout": 5,
+            "socket_keepalive": True,
+            "health_check_interval": 20,
+            "retry_on_timeout": True,
+            "global_keyprefix": "openrl:celery:",
+        },
+        task_default_queue=CONTROL_QUEUE,
+        task_track_started=False,
+        worker_hijack_root_logger=False,
+        timezone="UTC",
+    )
+
+
+celery = Celery("openrl", include=["openrl.tasks.training", "openrl.tasks.sampling"])
+celery.conf.broker_url = broker_url(os.environ)
+_configure(celery)

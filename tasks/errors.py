@@ -1,0 +1,53 @@
+"""Every error that crosses a boundary: HTTP, the queue, or a worker's engine.
+
+One class per remedy. Each message is one line: what happened, and what to do. The classes know
+nothing of HTTP; `openrl.app.errors` holds the one table from class to status.
+"""
+
+
+class OpenRLError(Exception):
+    """The base of everything this service raises on purpose."""
+
+
+class InvalidRequest(OpenRLError, ValueError):
+    """The caller's request makes no sense as it stands: mend the named field and send it again."""
+
+
+class Undecodable(InvalidRequest):
+    """The body could not be read at all: send well-formed JSON or protobuf."""
+
+
+class TooLarge(InvalidRequest):
+    """The body is over a size limit: send less at once."""
+
+
+class KeyReused(InvalidRequest):
+    """A different operation was already accepted under this key: use the next one."""
+
+
+class NotFound(OpenRLError, LookupError):
+    """No such thing for this tenant; another tenant's thing looks exactly the same."""
+
+
+class Gone(OpenRLError):
+    """It existed, and its result is no longer kept: submit the operation anew."""
+
+
+class Unauthorized(OpenRLError):
+    """No valid API key: create one with `openrl keys create`."""
+
+
+class Overloaded(OpenRLError):
+    """Too much at once: try the same request again after a while."""
+
+
+class StoreUnavailable(OpenRLError):
+    """Redis doesn't answer: try again; an operator must look if it lasts."""
+
+
+class StaleOwner(OpenRLError):
+    """This worker's lease on the run has passed to another: drop the run's state, commit nothing."""
+
+
+class OperationFailed(OpenRLError):
+    """An operation ran and failed; `openrl.tasks.futures` holds its category and message."""

@@ -1,0 +1,206 @@
+"""Promises: how an operation ended, who waits for it, how long it is kept.
+
+A promise is readable from the moment of its submission; it is written once by the journal's scripts.
+Waiting is in memory: one subscriber thread a process wakes whoever watches, and a wake-up means only
+"read again", so a lost message costs a poll and never a result.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import redis
+
+from openrl.tasks import keys
+from openrl.tasks.errors import Gone, NotFound
+from openrl.tasks.spool import Spool
+from openrl.tasks.store import Store, translated
+
+log = logging.getLogger(__name__)
+
+PENDING = "pending"
+DONE = "done"
+FAILED = "failed"
+
+_SWEEP_AT_ONCE = 1000
+_SWEEP_MARGIN_S = 60.0
+_RECONNECT_S = (0.1, 2.0)
+_LISTEN_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Future:
+    """A promise as it stands. `error` and `category` (user or server) say why it failed. Times in unix seconds."""
+
+    tenant: str
+    request_id: str
+    state: str
+    kind: str
+    content_type: str
+    result: bytes
+    error: str
+    category: str
+    model_id: str
+    submitted: float
+    finished: float
+
+
+class Futures:
+    """Reads promises; one per process, safe to share between threads."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._spool = Spool(store.settings.data_dir, inline_bytes=store.settings.inline_bytes)
+
+    @translated()
+    def get(self, tenant: str, request_id: str) -> Future:
+        """Return a promise of this tenant.
+
+        Raises:
+            NotFound: nothing was ever promised under this id, to this tenant.
+            Gone: it was kept and its result is no longer there.
+        """
+        parts = keys.parse_request(request_id)
+        row = {
+            name.decode(): value for name, value in self._store.redis.hgetall(keys.future(tenant, request_id)).items()
+        }
+        if "state" not in row:
+            raise self._absent(tenant, request_id, parts)
+        try:
+            result = self._spool.load(row.get("result", b""))
+        except FileNotFoundError as lost:
+            raise _gone(request_id) from lost
+        text = {name: value.decode() for name, value in row.items() if name != "result"}
+        return Future(
+            tenant=tenant,
+            request_id=request_id,
+            state=text["state"],
+            kind=text.get("kind", ""),
+            content_type=text.get("content_type", ""),
+            result=result,
+            error=text.get("error", ""),
+            category=text.get("category", ""),
+            model_id=text.get("model_id", ""),
+            submitted=float(text.get("submitted") or 0.0),
+            finished=float(text.get("finished") or 0.0),
+        )
+
+    def deliver(self, tenant: str, request_id: str) -> None:
+        """Note that the client was given the result; it is kept a while longer for a second try."""
+        self._store.script("deliver")(tenant, request_id, self._store.settings.result_ttl_s)
+
+    @translated()
+    def sweep(self) -> int:
+        """Delete the files of expired results; called now and then by the beat. Returns how many."""
+        swept = 0
+        before = self._store.now() - _SWEEP_MARGIN_S
+        while due := self._store.redis.zrange(keys.FILES, "-inf", before, byscore=True, offset=0, num=_SWEEP_AT_ONCE):
+            for stowed in due:
+                self._spool.discard(stowed)
+            swept += self._store.redis.zrem(keys.FILES, *due)
+        return swept
+
+    def _absent(self, tenant: str, request_id: str, parts: keys.RequestParts) -> NotFound | Gone:
+        """Tell an id whose result is gone from one that never was."""
+        if parts.is_run:
+            applied = self._store.redis.hget(keys.run(tenant, parts.parent), "applied")
+            existed = applied is not None and int(parts.seq) <= int(applied)
+        else:
+            existed = bool(self._store.redis.hexists(keys.sampler_ops(tenant, parts.parent), parts.seq))
+        return _gone(request_id) if existed else NotFound(f"no future {request_id!r}")
+
+
+def _gone(request_id: str) -> Gone:
+    return Gone(f"the result of {request_id!r} is no longer kept; submit the operation anew")
+
+
+class Watch(threading.Event):
+    """An event that is clear again after each successful `wait`, so that a loop of read and wait doesn't spin."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the promise may have changed; False after `timeout` seconds."""
+        woken = super().wait(timeout)
+        if woken:
+            self.clear()
+        return woken
+
+
+class Completions:
+    """Wakes those who wait for promises: one subscription a process, whatever their number.
+
+    The thread starts with the first watcher (so not before a server forks) and reconnects by itself;
+    after each subscription everybody is woken, since a message may have passed in between.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._redis = store.redis
+        self._lock = threading.Lock()
+        self._waiting: dict[bytes, set[Watch]] = defaultdict(set)
+        self._thread: threading.Thread | None = None
+        self._pid = 0
+        self._stopped = threading.Event()
+
+    @contextmanager
+    def watch(self, tenant: str, request_id: str) -> Iterator[Watch]:
+        """Register for the body of the `with`: read the promise, wait, read again."""
+        name, event = f"{tenant} {request_id}".encode(), Watch()
+        with self._lock:
+            self._waiting[name].add(event)
+            self._ensure_thread()
+        try:
+            yield event
+        finally:
+            with self._lock:
+                self._waiting[name].discard(event)
+                if not self._waiting[name]:
+                    del self._waiting[name]
+
+    def wait(self, tenant: str, request_id: str, timeout_s: float) -> bool:
+        """Wait until the promise may have changed; False after `timeout_s`. What changed before isn't noticed."""
+        with self.watch(tenant, request_id) as event:
+            return event.wait(timeout_s)
+
+    def close(self) -> None:
+        """End the subscription."""
+        self._stopped.set()
+        if self._thread is not None:
+            with suppress(redis.RedisError):
+                self._redis.publish(keys.DONE, b"")  # ends the read in flight, which would last a second
+            self._thread.join(5.0)
+
+    def _ensure_thread(self) -> None:
+        if self._thread is None or self._pid != os.getpid():
+            self._pid = os.getpid()
+            self._thread = threading.Thread(target=self._listen, name="completions", daemon=True)
+            self._thread.start()
+
+    def _listen(self) -> None:
+        delay_s, longest_s = _RECONNECT_S
+        while not self._stopped.is_set():
+            try:
+                with self._redis.pubsub() as subscription:
+                    subscription.subscribe(keys.DONE)
+                    delay_s = _RECONNECT_S[0]
+                    while not self._stopped.is_set():
+                        self._hear(subscription.get_message(timeout=_LISTEN_S))
+            except (redis.RedisError, OSError) as error:
+                log.warning("completions: the store does not answer (%s); trying again", type(error).__name__)
+                self._stopped.wait(delay_s)
+                delay_s = min(2 * delay_s, longest_s)
+
+    def _hear(self, message: dict | None) -> None:
+        if message is None:
+            return
+        with self._lock:
+            if message["type"] == "subscribe":
+                events = [event for group in self._waiting.values() for event in group]
+            else:
+                events = list(self._waiting.get(message["data"], ()))
+        for event in events:
+            event.set()

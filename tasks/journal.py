@@ -1,0 +1,311 @@
+"""The journal: what runs, in which order, once.
+
+Each run has a list of operations by `seq_id` and a position. Submissions arrive in any order, twice, or
+refused; workers get them in order, without a hole, and commit each together with the run's next
+position, under a token that only the run's present owner has. Every step is one Lua script. Knows
+neither what an operation computes nor who rings whom.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+from openrl.tasks import keys
+from openrl.tasks.errors import Gone, InvalidRequest, KeyReused, NotFound, StaleOwner
+from openrl.tasks.messages import MESSAGES, CreateModel, ForwardBackward, Message, Sample
+from openrl.tasks.operations import MISSING, REFUSED, Operation, Outcome, Promise, SampleJob, Slice
+from openrl.tasks.ownership import Lease
+from openrl.tasks.records import Row, Run, checkpoint_row, sampler_row
+from openrl.tasks.samples import MAX_ERROR_CHARS, Samples, digest, with_seed
+from openrl.tasks.store import translated
+
+__all__ = [
+    "Journal", "Operation", "Outcome", "Promise", "Row", "SampleJob", "Slice", "checkpoint_row", "sampler_row",
+]  # fmt: skip
+
+log = logging.getLogger(__name__)
+
+TAKE_BYTES = 64 << 20
+"""Bodies handed out by one `take`, about: the rest comes with the next one."""
+SESSION_SILENT_S = 120.0
+"""A session without a heartbeat (the SDK sends one each 10 s) for this long counts as silent."""
+SILENT_GAP_FACTOR = 10.0
+"""A gap of a silent or finished session is closed after this many times the usual time."""
+_CLOSE_AT_ONCE = 1000
+_HISTORY_AT_ONCE = 512
+_RUN_FIELDS = frozenset(Run.__dataclass_fields__) - {"tenant", "run_id", "session_id", "slug", "created", "applied"}
+
+
+class Journal(Samples):
+    """Every run's operations; one per process, safe to share between threads."""
+
+    def create(self, tenant: str, session_id: str, model_seq_id: int, message: CreateModel, *, slug: str) -> Promise:
+        """Start the run `(session, model_seq_id)`: its record and entry 0. The same again gets the same promise.
+
+        Raises:
+            KeyReused: that number already belongs to a different run.
+        """
+        if not 0 <= model_seq_id <= keys.MAX_RUN_SEQ:
+            raise InvalidRequest(f"model_seq_id must be 0 to {keys.MAX_RUN_SEQ}, not {model_seq_id}")
+        keys.session(tenant, session_id)
+        run_id = keys.run_id(session_id, model_seq_id)
+        drawn = with_seed(message)
+        assert drawn.seed is not None
+        record = Run(
+            tenant=tenant,
+            run_id=run_id,
+            session_id=session_id,
+            base_model=message.base_model,
+            slug=slug,
+            rank=message.rank,
+            seed=drawn.seed,
+            train_attn=message.train_attn,
+            train_mlp=message.train_mlp,
+            train_unembed=message.train_unembed,
+            user_metadata=dict(message.user_metadata),
+        )
+        creation = ("create", "", session_id, slug, record.to_json())
+        return self._append(tenant, run_id, 0, message.kind, digest(message), drawn.to_bytes(), *creation)
+
+    def submit(self, tenant: str, run_id: str, seq_id: int, message: Message) -> Promise:
+        """Accept `message` as the run's operation `seq_id`; the same one again gets the same promise.
+
+        Raises:
+            KeyReused: a different operation was accepted under that `seq_id`, or it was closed as missing; or the
+                sampler that an ephemeral save asks for exists, and then the `seq_id` is consumed as refused.
+        """
+        _check_seq(seq_id)
+        assert message.kind in MESSAGES and not isinstance(message, CreateModel | Sample), message.kind
+        reserve, session_id, identity = getattr(message, "sampler_id", ""), keys.session_of(run_id), digest(message)
+        try:
+            return self._append(
+                tenant, run_id, seq_id, message.kind, identity, message.to_bytes(), "submit", reserve, session_id
+            )
+        except _SamplerTaken as taken:
+            error = f"{reserve!r} already names a different sampler; use the next number"
+            self.refuse(tenant, run_id, seq_id, message.kind, bytes.fromhex(identity), error)
+            raise KeyReused(error) from taken
+
+    def refuse(self, tenant: str, run_id: str, seq_id: int, kind: str, body_digest: bytes, error: str) -> None:
+        """Let a submission that was refused consume its `seq_id`, so that the ones behind it don't wait for it.
+
+        `kind` is "" where it isn't known. A number that is taken already, or that can't be one, stays as it is.
+        """
+        if not 1 <= seq_id <= keys.MAX_RUN_SEQ:
+            return
+        voids = "1" if kind == ForwardBackward.kind or kind not in MESSAGES else ""
+        refusal = ("refuse", "", keys.session_of(run_id), "", "", error[:MAX_ERROR_CHARS] or "refused", voids)
+        try:
+            self._append(
+                tenant, run_id, seq_id, kind or REFUSED, body_digest.hex(), b"", *refusal,
+                self._settings.undelivered_ttl_s,
+            )  # fmt: skip
+        except KeyReused:
+            return
+
+    def take(
+        self,
+        slug: str,
+        lease: Lease,
+        *,
+        max_runs: int = 256,
+        max_ops_per_run: int = 32,
+        max_claims: int | None = None,
+        max_bytes: int = TAKE_BYTES,
+    ) -> list[Slice]:
+        """Return what can be executed now, oldest first; [] once the lease is lost.
+
+        Runs that nobody owns become this worker's, `max_claims` at most (None: as many as are taken).
+        An operation stays here until it is committed, so a second call returns it again.
+        """
+        if lease.lost:
+            return []
+        claims = max_runs if max_claims is None else max_claims
+        answer = self._store.script("take")(
+            slug, lease.worker_id, lease.generation, max_runs, max_ops_per_run, max_bytes, claims
+        )
+        if answer == b"LOST":
+            lease.mark_lost()
+            return []
+        return [self._slice(lease, row) for row in answer]
+
+    def commit(self, lease: Lease, operation: Operation, outcome: Outcome, *, token: int) -> None:
+        """Record how the run's next operation ended and move the run on.
+
+        The promise of a refused or missing operation has failed already: for these only the position moves.
+
+        Raises:
+            StaleOwner: the token isn't the run's, or this isn't its next operation; nothing was changed.
+        """
+        assert _RUN_FIELDS.issuperset(outcome.run_fields), outcome.run_fields
+        if operation.kind in (REFUSED, MISSING) and outcome.error is None:
+            outcome = Outcome(error=operation.error, category="server")
+        ending = self._ending(operation.tenant, outcome)
+        rows = [part for row in outcome.rows for part in (row.key, row.field, row.value)]
+        run_fields = [part for pair in outcome.run_fields.items() for part in pair]
+        answer = self._store.script("commit")(
+            operation.tenant, operation.run_id, operation.seq_id, token, operation.request_id,
+            *ending, len(outcome.rows), *rows, *run_fields,
+        )  # fmt: skip
+        if answer != b"OK":
+            self._spool.discard(ending[2])
+        if answer == b"STALE":
+            lease.held.pop((operation.tenant, operation.run_id), None)
+            raise StaleOwner(f"{operation.request_id!r} is not {lease.worker_id!r}'s to commit; drop the run's state")
+
+    @translated()
+    def history(self, tenant: str, run_id: str, *, after: int, upto: int) -> list[Operation]:
+        """Return the recorded operations with `after < seq_id <= upto`, each with how it ended in `error`."""
+        operations = []
+        for first in range(after + 1, upto + 1, _HISTORY_AT_ONCE):
+            seqs = list(range(first, min(first + _HISTORY_AT_ONCE, upto + 1)))
+            with self._store.redis.pipeline(transaction=False) as pipe:
+                pipe.hmget(keys.journal(tenant, run_id), seqs)
+                pipe.hmget(keys.bodies(tenant, run_id), seqs)
+                headers, bodies = pipe.execute()
+            for seq, header, body in zip(seqs, headers, bodies, strict=True):
+                if header is not None:
+                    operations.append(self._operation(tenant, run_id, seq, header, body or b"", replay=True))
+        return operations
+
+    def record_snapshot(self, lease: Lease, tenant: str, run_id: str, token: int, directory: str, applied: int) -> None:
+        """Register a recovery snapshot of the state after operation `applied`; drop the bodies that it covers.
+
+        Raises:
+            StaleOwner: the token isn't the run's, or a later snapshot exists; nothing was changed.
+        """
+        status, *files = self._store.script("snapshot")(tenant, run_id, token, directory, applied)
+        if status != b"OK":
+            raise StaleOwner(f"{run_id!r} is not {lease.worker_id!r}'s to save; drop the run's state")
+        for stowed in files:
+            self._spool.discard(stowed)
+
+    @translated()
+    def snapshot(self, tenant: str, run_id: str) -> tuple[str, int] | None:
+        """Return (directory, position) of the run's recovery snapshot, or None if it has none."""
+        directory, applied = self._store.redis.hmget(keys.run(tenant, run_id), ["snapshot_dir", "snapshot"])
+        return None if directory is None else (directory.decode(), int(applied))
+
+    def release(self, lease: Lease, tenant: str, run_id: str, token: int) -> None:
+        """Hand a run back, so that another worker may own it at once. A stale token changes nothing."""
+        self._store.script("release")(tenant, run_id, token)
+        lease.held.pop((tenant, run_id), None)
+
+    def close_gaps(self, now: float | None = None) -> int:
+        """Close the gaps that have stood too long at `now` (None: now); return how many operations failed so."""
+        judged = self._store.now() if now is None else now
+        timeout = self._settings.gap_timeout_s
+        total = 0
+        for _ in range(100):
+            closed = self._store.script("close_gaps")(
+                judged, timeout, timeout * SILENT_GAP_FACTOR, SESSION_SILENT_S,
+                self._settings.undelivered_ttl_s, _CLOSE_AT_ONCE,
+            )  # fmt: skip
+            total += closed
+            if closed < _CLOSE_AT_ONCE:
+                break
+        return total
+
+    @translated()
+    def depth(self, slug: str) -> dict[str, dict]:
+        """Return what isn't finished: per tenant under `train` and `sample`, and the oldest's age in `oldest_s`.
+
+        A training operation behind a gap is counted but has no age: nobody can execute it yet.
+        """
+        with self._store.redis.pipeline(transaction=False) as pipe:
+            pipe.hgetall(keys.depth("train", slug))
+            pipe.hgetall(keys.depth("sample", slug))
+            pipe.zrange(keys.ready(slug), 0, 0, withscores=True)
+            pipe.zrange(keys.unfinished(slug), 0, 0, withscores=True)
+            pipe.time()
+            train, sample, ready, unfinished, (seconds, microseconds) = pipe.execute()
+        now = seconds + microseconds / 1e6
+        return {
+            "train": {tenant.decode(): int(count) for tenant, count in train.items()},
+            "sample": {tenant.decode(): int(count) for tenant, count in sample.items()},
+            "oldest_s": {
+                kind: max(0.0, now - oldest[0][1]) if oldest else 0.0
+                for kind, oldest in (("train", ready), ("sample", unfinished))
+            },
+        }
+
+    def _append(
+        self, tenant: str, run_id: str, seq_id: int, kind: str, digest: str, body: bytes, *rest: str | float
+    ) -> Promise:
+        """Run the append script; `rest` is its ARGV from the mode on."""
+        keys.run(tenant, run_id)
+        request_id = keys.request_id(run_id, seq_id)
+        stowed = self._spool.stow(tenant, body)
+        answer = self._store.script("append")(
+            tenant, run_id, seq_id, kind, digest, stowed, len(body), request_id, *rest
+        )
+        if answer != b"NEW":
+            self._spool.discard(stowed)
+        if answer not in (b"NEW", b"SAME"):
+            raise _refusal(answer.decode(), run_id, seq_id)
+        return Promise(request_id=request_id, run_id=run_id)
+
+    def _slice(self, lease: Lease, row: list[bytes]) -> Slice:
+        tenant, run_id, token, applied = row[0].decode(), row[1].decode(), int(row[2]), int(row[3])
+        newly_owned = lease.held.get((tenant, run_id)) != token
+        lease.held[(tenant, run_id)] = token
+        operations = tuple(
+            self._operation(tenant, run_id, int(seq), header, body) for seq, header, body in _triples(row[4:])
+        )
+        return Slice(
+            tenant=tenant, run_id=run_id, token=token, newly_owned=newly_owned, applied=applied, operations=operations
+        )
+
+    def _operation(
+        self, tenant: str, run_id: str, seq: int, header: bytes, stowed: bytes, *, replay: bool = False
+    ) -> Operation:
+        fields = json.loads(header)
+        kind, error, voids = fields["kind"], fields.get("outcome") or "", fields.get("voids") == "1"
+        body = b""
+        try:
+            body = self._spool.load(stowed)
+        except OSError as failure:
+            log.error("the body of %s, seq %d, is lost: %s", run_id, seq, failure.strerror)
+            if replay and not error:  # it has taken effect: without it the run can't be rebuilt
+                raise
+            kind, voids, error = REFUSED, kind == ForwardBackward.kind, "the operation's body is lost on the server"
+        return Operation(
+            tenant=tenant,
+            run_id=run_id,
+            seq_id=seq,
+            request_id=keys.request_id(run_id, seq),
+            kind=kind,
+            body=body,
+            submitted=float(fields["submitted"]),
+            replay=replay,
+            error=error,
+            voids=voids,
+        )
+
+
+class _SamplerTaken(Exception):
+    """The number that an ephemeral save asks for names another sampler."""
+
+
+def _check_seq(seq_id: int) -> None:
+    if not 1 <= seq_id <= keys.MAX_RUN_SEQ:
+        raise InvalidRequest(f"seq_id must be 1 to {keys.MAX_RUN_SEQ}, not {seq_id}")
+
+
+def _refusal(answer: str, run_id: str, seq_id: int) -> Exception:
+    """Return the error for a script's refusal to append."""
+    session_id = keys.session_of(run_id)
+    return {
+        "KEYREUSED": KeyReused(f"seq_id {seq_id} of {run_id!r} holds a different operation; use the next one"),
+        "SAMPLER": _SamplerTaken(session_id),
+        "MISSING": KeyReused(f"seq_id {seq_id} of {run_id!r} came too late: it was closed as never arrived"),
+        "NOTFOUND": NotFound(f"no run {run_id!r}"),
+        "SESSION": NotFound(f"no session {session_id!r}"),
+        "GONE": Gone(f"session {session_id!r} is finished; open a new one"),
+    }[answer]
+
+
+def _triples(flat: list[bytes]) -> Iterator[tuple[bytes, bytes, bytes]]:
+    return zip(flat[0::3], flat[1::3], flat[2::3], strict=True)

@@ -1,0 +1,222 @@
+"""Every name in the store, and every id outside it.
+
+`keys.lua` says the store's names again for the scripts; a test holds the two together. A tenant's
+names all begin with `openrl:t:<tenant>:`, so a tenant can't be called like a global key. Ids that
+come from a client are checked here before they become part of a name.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from openrl.tasks.errors import InvalidRequest, NotFound
+
+KEYS = "openrl:keys"
+"""hash: sha256 of an API key -> JSON {key_id, tenant, name, created}"""
+SECURED = "openrl:secured"
+"""string: set by the first API key ever made, never removed"""
+TENANTS = "openrl:tenants"
+"""set: tenants that ever opened a session or got a key"""
+MODELS = "openrl:models"
+"""hash: base model name -> JSON"""
+EPOCH = "openrl:epoch"
+"""int: grows with each start of the store"""
+GAPS = "openrl:gaps"
+"""zset: "tenant run" -> since when its next operation is missing while later ones wait"""
+WORKERS = "openrl:workers"
+"""set: worker ids that took a lease"""
+FILES = "openrl:files"
+"""zset: spooled result file -> when it may be deleted"""
+DONE = "openrl:done"
+"""channel: "tenant request_id" """
+WAKE = "openrl:wake"
+"""channel: a worker id"""
+
+MAX_RUN_SEQ = 2**31 - 1
+MAX_SAMPLE_SEQ = 2**63 - 1
+
+_TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_SESSION = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_MEMBER = re.compile(r"(?P<session>[A-Za-z0-9._-]{1,128}):(?P<noun>train|sample):(?P<number>0|[1-9][0-9]{0,9})")
+_REQUEST = re.compile(r"(?P<parent>.{1,160}:(?P<noun>train|sample):[0-9]{1,10}):(?P<seq>0|[1-9][0-9]{0,18})")
+
+
+class RequestParts(NamedTuple):
+    """A request id taken apart: `parent` is a run or a sampler, `seq` its decimal text."""
+
+    parent: str
+    is_run: bool
+    seq: str
+
+
+def slug(name: str) -> str:
+    """Return a base model's name as a part of queue names and keys."""
+    return re.sub(r"[^a-z0-9._-]", "-", name.split(":", 1)[0].lower())
+
+
+def check_tenant(tenant: str) -> str:
+    """Return `tenant` if it is a possible name, else raise InvalidRequest."""
+    if not _TENANT.fullmatch(tenant):
+        raise InvalidRequest(f"{tenant!r} is no tenant name; use 1 to 63 of a-z, 0-9 and -, no - first")
+    return tenant
+
+
+def run_id(session_id: str, number: int) -> str:
+    """Return the id of a session's run, as the SDK derives it too."""
+    return f"{session_id}:train:{number}"
+
+
+def sampler_id(session_id: str, number: int) -> str:
+    """Return the id of a session's sampler."""
+    return f"{session_id}:sample:{number}"
+
+
+def session_of(member_id: str) -> str:
+    """Return the session of a run or sampler id; NotFound if it is neither."""
+    match = _MEMBER.fullmatch(member_id)
+    if match is None:
+        raise NotFound(f"no run or sampler {member_id!r}")
+    return match["session"]
+
+
+def request_id(parent: str, seq: int | str) -> str:
+    """Return the promise's id of one operation of a run or sampler."""
+    return f"{parent}:{seq}"
+
+
+def parse_request(text: str) -> RequestParts:
+    """Take a request id apart; NotFound if it can't be one."""
+    match = _REQUEST.fullmatch(text)
+    if match is None or not _MEMBER.fullmatch(match["parent"]):
+        raise NotFound(f"no future {text!r}")
+    return RequestParts(match["parent"], match["noun"] == "train", match["seq"])
+
+
+def tenant_key(tenant: str, *parts: str) -> str:
+    """Return a name inside the tenant's part of the store."""
+    return ":".join(("openrl:t", check_tenant(tenant), *parts))
+
+
+def sessions(tenant: str) -> str:
+    """zset: session id -> created."""
+    return tenant_key(tenant, "sessions")
+
+
+def session(tenant: str, session_id: str) -> str:
+    """hash: record (JSON), last_seen, finished, reason."""
+    if not _SESSION.fullmatch(session_id):
+        raise NotFound(f"no session {session_id!r}")
+    return tenant_key(tenant, "session", session_id)
+
+
+def session_runs(tenant: str, session_id: str) -> str:
+    """hash: run id -> created."""
+    return session(tenant, session_id) + ":runs"
+
+
+def session_samplers(tenant: str, session_id: str) -> str:
+    """hash: sampler id -> created."""
+    return session(tenant, session_id) + ":samplers"
+
+
+def idempotency(tenant: str, key: str) -> str:
+    """string with a TTL: the session that this key opened."""
+    return tenant_key(tenant, "idempotency", key)
+
+
+def runs(tenant: str) -> str:
+    """zset: run id -> created."""
+    return tenant_key(tenant, "runs")
+
+
+def run(tenant: str, run_id: str) -> str:
+    """hash: record (JSON), slug, applied, pending, state, owner, generation, token, last_request, snapshot..."""
+    session_of(run_id)
+    return tenant_key(tenant, "run", run_id)
+
+
+def journal(tenant: str, run_id: str) -> str:
+    """hash: seq -> JSON header {kind, digest, submitted, size, outcome, voids, token}."""
+    return run(tenant, run_id) + ":journal"
+
+
+def bodies(tenant: str, run_id: str) -> str:
+    """hash: seq -> stowed bytes (see `spool`), trimmed by snapshots."""
+    return run(tenant, run_id) + ":bodies"
+
+
+def checkpoints(tenant: str, run_id: str) -> str:
+    """hash: checkpoint id -> JSON."""
+    return run(tenant, run_id) + ":checkpoints"
+
+
+def sampler(tenant: str, sampler_id: str) -> str:
+    """hash: record (JSON), digest, last_used, reserved."""
+    session_of(sampler_id)
+    return tenant_key(tenant, "sampler", sampler_id)
+
+
+def sampler_ops(tenant: str, sampler_id: str) -> str:
+    """hash: seq (decimal text) -> digest (16 bytes)."""
+    return sampler(tenant, sampler_id) + ":ops"
+
+
+def future(tenant: str, request_id: str) -> str:
+    """hash: state, kind, content_type, result (stowed), error, category, model_id, submitted, finished, delivered."""
+    return tenant_key(tenant, "future", request_id)
+
+
+def job(tenant: str, request_id: str) -> str:
+    """hash: body (stowed), submitted, of a sample that isn't finished."""
+    return tenant_key(tenant, "job", request_id)
+
+
+def waiting(tenant: str, slug: str) -> str:
+    """zset: request id of a sample that nobody has taken -> submitted."""
+    return tenant_key(tenant, "waiting", slug)
+
+
+def ready(slug: str) -> str:
+    """zset: "tenant run" -> when its next executable operation was submitted."""
+    return f"openrl:ready:{slug}"
+
+
+def turns(slug: str) -> str:
+    """zset: tenant with waiting samples -> number of its last turn."""
+    return f"openrl:turns:{slug}"
+
+
+def served(slug: str) -> str:
+    """hash: tenant -> number of its last turn, also while it waits for nothing."""
+    return f"openrl:served:{slug}"
+
+
+def unfinished(slug: str) -> str:
+    """zset: "tenant request_id" of every sample not finished -> submitted."""
+    return f"openrl:unfinished:{slug}"
+
+
+def claimants(slug: str) -> str:
+    """set: identities of the samplers that may hold samples."""
+    return f"openrl:claimants:{slug}"
+
+
+def inflight(identity: str) -> str:
+    """hash: "tenant request_id" -> submitted, of the samples that one sampler process holds."""
+    return f"openrl:inflight:{identity}"
+
+
+def depth(kind: str, slug: str) -> str:
+    """hash: tenant -> operations acknowledged and not finished. `kind` is train or sample."""
+    return f"openrl:depth:{kind}:{slug}"
+
+
+def worker(worker_id: str) -> str:
+    """hash with a TTL, the lease: generation, kind, slug, state, pid, started, last_busy."""
+    return f"openrl:worker:{worker_id}"
+
+
+def queues(kind: str, slug: str) -> str:
+    """set: tenants whose Celery queue exists. `kind` is train or sample."""
+    return f"openrl:queues:{kind}:{slug}"

@@ -1,0 +1,88 @@
+"""Operations on their way: what the journal takes in, hands to a worker, and gets back.
+
+Plain values; the rules are in `journal` and `samples`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from openrl.tasks.messages import Sample
+from openrl.tasks.records import Row
+
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+
+REFUSED = "refused"
+"""The kind of an operation that was refused at submission; it still takes its turn."""
+MISSING = "missing"
+"""The kind of an operation that never arrived; it takes its turn when its gap is closed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """What a submission is answered with: the id to ask for the result. `run_id` is empty for samples."""
+
+    request_id: str
+    run_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One entry of a run's journal, `body` loaded (empty once a snapshot covers it).
+
+    `error`: why a refused or missing one failed; on replay, how it ended ("" means it succeeded).
+    `voids`: a refused or missing one may have been a forward_backward, so the gradients are incomplete.
+    """
+
+    tenant: str
+    run_id: str
+    seq_id: int
+    request_id: str
+    kind: str
+    body: bytes
+    submitted: float
+    replay: bool = False
+    error: str = ""
+    voids: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """The executable operations of one run, `applied + 1` first, without a hole.
+
+    `newly_owned`: this process is handed this token for the first time, so it holds none of the run's state.
+    """
+
+    tenant: str
+    run_id: str
+    token: int
+    newly_owned: bool
+    applied: int
+    operations: tuple[Operation, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleJob:
+    """One sampling request in this process's hands. `submitted` in unix seconds."""
+
+    tenant: str
+    request_id: str
+    message: Sample
+    submitted: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How an operation ended. `error` None means that it succeeded; `category` says whose fault it was.
+
+    `rows` and `run_fields` (fields of `registry.Run`) are written together with the run's new position.
+    """
+
+    result: bytes = b""
+    content_type: str = JSON
+    error: str | None = None
+    category: str = "user"
+    rows: tuple[Row, ...] = ()
+    run_fields: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,46 @@
+"""A process that leaves when the one that started it is gone.
+
+`openrl up` is the only parent of everything it starts and says so in OPENRL_PARENT_PID; where that is
+unset (Kubernetes, a process started by hand) nothing here does anything. Knows nothing of what the
+process is for: it asks it to end as an operator would, and insists after a while.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+
+PARENT_PID = "OPENRL_PARENT_PID"
+GRACE_S = 12.0
+"""How long a process that lost its parent may take over its own clean end."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def signal_on_parent_death() -> None:
+    """Ask the kernel for SIGTERM when the parent dies. Kept over exec; a no-op where Linux's prctl is missing."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def die_with_parent() -> None:
+    """Leave when the process named in OPENRL_PARENT_PID is no longer our parent. Call it first in `main`."""
+    parent = os.environ.get(PARENT_PID, "")
+    if not parent.isdigit():
+        return
+    signal_on_parent_death()
+    if os.getppid() != int(parent):
+        raise SystemExit("the process that started this one is gone; leaving")
+    threading.Thread(target=_watch, args=(int(parent),), name="parent-watch", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os._exit(1)

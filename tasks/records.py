@@ -1,0 +1,152 @@
+"""What exists, as values: base models, sessions, runs, samplers, checkpoints, and their rows in the store.
+
+Each is one JSON row that names its schema. Rows that must appear together with an operation's outcome
+(a checkpoint, an ephemeral sampler) are built here and written by the journal's commit, so that a stale
+worker can't register anything. Knows nothing of how rows are found; that is `registry`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
+
+from openrl.tasks import keys
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """A value that is one JSON row. Fields that a later version added are ignored by an older one."""
+
+    def to_json(self) -> str:
+        """Return the row; it names its schema."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)}, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, row: bytes | str, **overrides: Any) -> Self:
+        """Rebuild the value that `to_json` wrote, with newer values of some fields."""
+        known = {f.name for f in fields(cls)}
+        stored = json.loads(row) | overrides
+        return cls(**{name: value for name, value in stored.items() if name in known})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModel(Record):
+    """A base model that this service was started with."""
+
+    name: str
+    slug: str
+    path: str
+    vocab_size: int
+    max_context: int
+    arch: str
+    tokenizer_id: str
+    hidden_size: int
+    num_layers: int
+    tied_embeddings: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session(Record):
+    """One client's connection. Times are unix seconds."""
+
+    session_id: str
+    tags: list[str] = field(default_factory=list)
+    user_metadata: Mapping[str, Any] = field(default_factory=dict)
+    created: float = 0.0
+    last_seen: float = 0.0
+    finished: bool = False
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run(Record):
+    """A training run, called a model on the wire. `applied` is its position, -1 before it is created."""
+
+    tenant: str
+    run_id: str
+    session_id: str
+    base_model: str
+    slug: str
+    rank: int
+    seed: int
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+    user_metadata: Mapping[str, Any] = field(default_factory=dict)
+    created: float = 0.0
+    last_request: float = 0.0
+    applied: int = -1
+    state: str = "creating"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler(Record):
+    """One immutable version to sample from. `model_path`, `adapter_dir`, `run_id` are empty for the base model."""
+
+    sampler_id: str
+    session_id: str
+    base_model: str
+    slug: str
+    model_path: str = ""
+    adapter_dir: str = ""
+    run_id: str = ""
+    created: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint(Record):
+    """A directory of weights under a name. `directory` is relative to the data directory."""
+
+    run_id: str
+    checkpoint_id: str
+    kind: str
+    directory: str
+    size_bytes: int
+    created: float
+    base_model: str
+    rank: int
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    step: int
+    has_optimizer: bool
+    public: bool = False
+    expires_at: float | None = None
+    """None: kept until it is deleted."""
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def uri(self) -> str:
+        """Return the address that the SDK knows it by."""
+        return f"tinker://{self.run_id}/{self.checkpoint_id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One field of one hash in the store, to be written together with a commit."""
+
+    key: str
+    field: str
+    value: str
+
+
+def checkpoint_row(tenant: str, checkpoint: Checkpoint) -> Row:
+    """Return the row that registers a checkpoint; it replaces an older one of that name."""
+    return Row(
+        key=keys.checkpoints(tenant, checkpoint.run_id), field=checkpoint.checkpoint_id, value=checkpoint.to_json()
+    )
+
+
+def sampler_row(tenant: str, sampler: Sampler) -> tuple[Row, ...]:
+    """Return the rows that register a sampler and list it in its session."""
+    return (
+        Row(key=keys.sampler(tenant, sampler.sampler_id), field="record", value=sampler.to_json()),
+        Row(
+            key=keys.session_samplers(tenant, sampler.session_id), field=sampler.sampler_id, value=str(sampler.created)
+        ),
+    )

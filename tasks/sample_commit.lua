@@ -1,0 +1,19 @@
+-- Record how a sampling request ended, if this sampler process still holds it.
+-- Reads and writes: inflight of this process, the job, its promise, unfinished:<slug>, depth, files.
+-- ARGV: 1 slug, 2 worker id, 3 its generation, 4 tenant, 5 request id, 6 state: done | failed, 7 content type,
+--       8 stowed result, 9 error, 10 category, 11 ttl of the result
+-- returns {OK, stowed body} | {STALE}
+local slug, tenant, request_id = ARGV[1], ARGV[4], ARGV[5]
+local member = tenant .. ' ' .. request_id
+if redis.call('HDEL', K.inflight(ARGV[2] .. '/' .. ARGV[3]), member) == 0 then
+  local kept = redis.call('HGET', K.future(tenant, request_id), 'result')
+  -- The same result under the same file name: this very call, sent again by the client library.
+  return {kept and kept ~= '' and kept == ARGV[8] and 'OK' or 'STALE'}
+end
+local body = redis.call('HGET', K.job(tenant, request_id), 'body')
+redis.call('DEL', K.job(tenant, request_id))
+redis.call('ZREM', K.unfinished(slug), member)
+count('sample', slug, tenant, -1)
+finish(tenant, request_id,
+  {state = ARGV[6], content_type = ARGV[7], result = ARGV[8], error = ARGV[9], category = ARGV[10]}, clock(), ARGV[11])
+return {'OK', body or ''}

@@ -1,0 +1,140 @@
+"""Sampling requests: accepted once, handed out fairly, finished once.
+
+They have no order among themselves, so there is no journal position: a request waits, is in the hands
+of one sampler process, and is finished. Turns go round the tenants, whatever number each has waiting.
+Sequence ids are decimal text in the store: cloned clients pass 2^53.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import secrets
+from typing import TypeVar
+
+from openrl.tasks import keys
+from openrl.tasks.errors import InvalidRequest, KeyReused, NotFound, StaleOwner
+from openrl.tasks.messages import CreateModel, Message, Sample
+from openrl.tasks.operations import Outcome, Promise, SampleJob
+from openrl.tasks.ownership import Lease
+from openrl.tasks.records import Sampler
+from openrl.tasks.spool import Spool
+from openrl.tasks.store import Store
+
+log = logging.getLogger(__name__)
+
+Seeded = TypeVar("Seeded", CreateModel, Sample)
+
+SEEDS = 2**31
+MAX_ERROR_CHARS = 4000
+"""A longer error text is cut: it is read by people."""
+
+
+class Samples:
+    """The sampling half of the journal; one per process, safe to share between threads."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._settings = store.settings
+        self._spool = Spool(store.settings.data_dir, inline_bytes=store.settings.inline_bytes)
+
+    def submit_sample(self, tenant: str, sampler: Sampler, seq_id: int, message: Sample) -> Promise:
+        """Accept `message` under `(sampler, seq_id)`; the same one again gets the same promise.
+
+        Raises:
+            KeyReused: a different request was accepted under that `seq_id`.
+        """
+        if not 0 <= seq_id <= keys.MAX_SAMPLE_SEQ:
+            raise InvalidRequest(f"seq_id must be 0 to {keys.MAX_SAMPLE_SEQ}, not {seq_id}")
+        request_id = keys.request_id(sampler.sampler_id, seq_id)
+        session_id = keys.session_of(sampler.sampler_id)
+        stowed = self._spool.stow(tenant, with_seed(message).to_bytes())
+        answer = self._store.script("sample_append")(
+            tenant, sampler.sampler_id, seq_id, bytes.fromhex(digest(message))[:16], stowed, request_id, session_id
+        )
+        if answer != b"NEW":
+            self._spool.discard(stowed)
+        if answer == b"NOTFOUND":
+            raise NotFound(f"no sampler {sampler.sampler_id!r}")
+        if answer == b"KEYREUSED":
+            raise KeyReused(f"seq_id {seq_id} of {sampler.sampler_id!r} holds a different request; use the next one")
+        return Promise(request_id=request_id)
+
+    def take_samples(self, slug: str, lease: Lease, *, limit: int) -> list[SampleJob]:
+        """Take up to `limit` waiting requests, those of dead samplers included; [] without a valid lease."""
+        if limit <= 0 or lease.lost:
+            return []
+        answer = self._store.script("sample_take")(slug, lease.worker_id, lease.generation, limit, lease.call_number)
+        lease.call_number += 1
+        if answer == b"LOST":
+            lease.mark_lost()
+            return []
+        return [job for row in answer if (job := self._job(lease, *row)) is not None]
+
+    def commit_sample(self, lease: Lease, job: SampleJob, outcome: Outcome) -> None:
+        """Finish a request that this process took.
+
+        Raises:
+            StaleOwner: it isn't in this process's hands any more; nothing was changed.
+        """
+        self._commit_sample(lease, job.tenant, job.request_id, outcome)
+
+    def requeue_samples(self, lease: Lease) -> int:
+        """Give back whatever this process still holds; others take it in its old place."""
+        return int(self._store.script("sample_requeue")(lease.slug, lease.worker_id, lease.generation))
+
+    def _commit_sample(self, lease: Lease, tenant: str, request_id: str, outcome: Outcome) -> None:
+        ending = self._ending(tenant, outcome)
+        status, *bodies = self._store.script("sample_commit")(
+            lease.slug, lease.worker_id, lease.generation, tenant, request_id, *ending
+        )
+        if status != b"OK":
+            self._spool.discard(ending[2])
+            raise StaleOwner(f"{request_id!r} is no longer held by {lease.worker_id!r}; its result was dropped")
+        for body in bodies:
+            self._spool.discard(body)
+
+    def _job(self, lease: Lease, tenant: bytes, request_id: bytes, submitted: bytes, body: bytes) -> SampleJob | None:
+        """Decode a taken request; None (and a failed promise) if its body is lost."""
+        try:
+            message = Sample.from_bytes(self._spool.load(body))
+        except OSError as error:
+            log.error("the body of %s is lost: %s", request_id.decode(), error.strerror)
+            lost = Outcome(error="the request's body is lost; send it again as a new one", category="server")
+            self._commit_sample(lease, tenant.decode(), request_id.decode(), lost)
+            return None
+        return SampleJob(
+            tenant=tenant.decode(), request_id=request_id.decode(), message=message, submitted=float(submitted)
+        )
+
+    def _ending(self, tenant: str, outcome: Outcome) -> tuple[str, str, bytes, str, str, float]:
+        """Return an outcome as the scripts take it; a large result is on disk before this returns."""
+        assert outcome.category in ("user", "server"), outcome.category
+        failed = outcome.error is not None
+        stowed = self._spool.stow(tenant, b"" if failed else outcome.result)
+        error = (outcome.error or "failed without a reason")[:MAX_ERROR_CHARS] if failed else ""
+        return (
+            "failed" if failed else "done",
+            "" if failed else outcome.content_type,
+            stowed,
+            error,
+            outcome.category if failed else "",
+            self._settings.undelivered_ttl_s,
+        )
+
+
+def digest(message: Message) -> str:
+    """Return what tells a retry from a different operation (hex).
+
+    It covers what the client sent: neither a seed drawn here nor the directory that a checkpoint's name
+    stands for at the moment.
+    """
+    if getattr(message, "checkpoint_dir", ""):
+        message = dataclasses.replace(message, checkpoint_dir="")  # type: ignore[call-arg]
+    return hashlib.sha256(message.kind.encode() + b"\0" + message.to_bytes()).hexdigest()
+
+
+def with_seed(message: Seeded) -> Seeded:
+    """Return the message with a seed drawn where it had none: a replay must draw the same numbers."""
+    return dataclasses.replace(message, seed=secrets.randbelow(SEEDS)) if message.seed is None else message

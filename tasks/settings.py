@@ -1,0 +1,94 @@
+"""What every process must know to reach the store: read from the environment once, then passed down.
+
+Each other part of the service has its own settings beside its own code; these are the ones that all
+of them share.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SCHEMES = ("redis://", "rediss://", "unix://")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSettings:
+    """Where the store and the files are, and how long things are kept."""
+
+    redis_url: str = field(repr=False)
+    """`redis://`, `rediss://` or `unix://PATH`: one Redis or Valkey, not a cluster. Never shown."""
+
+    data_dir: Path
+    """Absolute directory shared by every process: spooled bodies, results, checkpoints."""
+
+    broker_url: str = field(default="", repr=False)
+    """Celery's broker; empty means the same store."""
+
+    lease_s: float = 30.0
+    """A worker that hasn't renewed for this long owns nothing: longer than any pause of a healthy process."""
+
+    gap_timeout_s: float = 330.0
+    """A missing `seq_id` is closed as failed after this; the SDK retries a submission for 300 s."""
+
+    result_ttl_s: float = 3600.0
+    """A result is kept this long after its first delivery, for the client whose connection broke."""
+
+    undelivered_ttl_s: float = 7 * 24 * 3600.0
+    """A result that nobody fetched is kept this long: a weekend and some."""
+
+    inline_bytes: int = 65536
+    """Bodies and results up to this size live in the store, larger ones in files; memory is dearer than disk."""
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense before anything is started."""
+        if not self.redis_url.startswith(SCHEMES):
+            raise ValueError(f"OPENRL_REDIS_URL must start with one of {', '.join(SCHEMES)}")
+        if not self.data_dir.is_absolute():
+            raise ValueError(f"OPENRL_DATA_DIR must be an absolute path, not {str(self.data_dir)!r}")
+        for name in ("lease_s", "gap_timeout_s", "result_ttl_s", "undelivered_ttl_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"OPENRL_{name.upper()} must be a positive number of seconds")
+        if self.inline_bytes < 0:
+            raise ValueError("OPENRL_INLINE_BYTES must not be negative")
+        if not self.broker_url:
+            object.__setattr__(self, "broker_url", _kombu_url(self.redis_url))
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> StoreSettings:
+        """Read `OPENRL_*`. Raises ValueError that names the variable to mend."""
+        for name in ("OPENRL_REDIS_URL", "OPENRL_DATA_DIR"):
+            if not env.get(name):
+                raise ValueError(f"{name} is not set; `openrl env` prints what a process needs")
+        return cls(
+            redis_url=env["OPENRL_REDIS_URL"],
+            data_dir=Path(env["OPENRL_DATA_DIR"]),
+            broker_url=env.get("OPENRL_BROKER_URL", ""),
+            lease_s=_number(env, "OPENRL_LEASE_S", 30.0),
+            gap_timeout_s=_number(env, "OPENRL_GAP_TIMEOUT_S", 330.0),
+            result_ttl_s=_number(env, "OPENRL_RESULT_TTL_S", 3600.0),
+            undelivered_ttl_s=_number(env, "OPENRL_UNDELIVERED_TTL_S", 604800.0),
+            inline_bytes=int(_number(env, "OPENRL_INLINE_BYTES", 65536)),
+        )
+
+
+def broker_url(env: Mapping[str, str] = os.environ) -> str:
+    """Return Celery's broker for this environment; a store on this machine when nothing is said."""
+    return env.get("OPENRL_BROKER_URL") or _kombu_url(env.get("OPENRL_REDIS_URL") or "redis://localhost:6379/0")
+
+
+def _kombu_url(redis_url: str) -> str:
+    """Return the same store's address in kombu's spelling."""
+    if redis_url.startswith("unix://"):
+        return "redis+socket://" + redis_url.removeprefix("unix://")
+    return redis_url
+
+
+def _number(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name, "")
+    try:
+        return float(text) if text else default
+    except ValueError:
+        raise ValueError(f"{name} must be a number, not {text!r}") from None

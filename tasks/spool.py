@@ -1,0 +1,83 @@
+"""Bytes that are too large for the store live in files, written so that they survive a power cut.
+
+A stowed value is what the store holds: `=` and the bytes themselves, or `@` and a path relative to
+the data directory. Names are random, so a file is written once and never changed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from openrl.tasks.keys import check_tenant
+
+
+class Spool:
+    """The files of one data directory; every process that shares the directory sees the same."""
+
+    def __init__(self, data_dir: Path, *, inline_bytes: int) -> None:
+        self._root = data_dir
+        self._inline_bytes = inline_bytes
+
+    def stow(self, tenant: str, data: bytes) -> bytes:
+        """Return what to keep in the store for `data`; a large one is on disk before this returns."""
+        if len(data) <= self._inline_bytes:
+            return b"=" + data
+        return self.write(tenant, data).encode()
+
+    def load(self, stowed: bytes) -> bytes:
+        """Return the bytes behind a stowed value; OSError if its file is lost."""
+        if stowed.startswith(b"@"):
+            return self.read(stowed.decode())
+        return stowed[1:]
+
+    def discard(self, stowed: bytes) -> None:
+        """Delete the file behind a stowed value, if there is one."""
+        if stowed.startswith(b"@"):
+            self.delete(stowed.decode())
+
+    def write(self, tenant: str, data: bytes) -> str:
+        """Write `data` durably and return `@<relative path>`."""
+        name = secrets.token_hex(16)
+        relative = Path("spool", check_tenant(tenant), name[:2], name)
+        target = self._root / relative
+        _make_directory(target.parent, root=self._root)
+        temporary = target.with_suffix(".tmp")
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(target)
+        _sync_directory(target.parent)
+        return f"@{relative.as_posix()}"
+
+    def read(self, reference: str) -> bytes:
+        """Return the bytes of `@<relative path>`."""
+        return self._path(reference).read_bytes()
+
+    def delete(self, reference: str) -> None:
+        """Delete the file of `@<relative path>`; gone already is fine."""
+        self._path(reference).unlink(missing_ok=True)
+
+    def _path(self, reference: str) -> Path:
+        relative = Path(reference.removeprefix("@"))
+        assert relative.parts[0] == "spool" and ".." not in relative.parts, reference
+        return self._root / relative
+
+
+def _make_directory(path: Path, *, root: Path) -> None:
+    """Create `path` so that its entry in each parent is durable too."""
+    if path.is_dir() or path == root:
+        return
+    _make_directory(path.parent, root=root)
+    path.mkdir(mode=0o700, exist_ok=True)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,63 @@
+-- Put before every script, after keys.lua: what several of them do in the same way.
+
+-- Count operations acknowledged and not finished, of one tenant.
+local function count(kind, slug, tenant, change)
+  if redis.call('HINCRBY', K.depth(kind, slug), tenant, change) <= 0 then
+    redis.call('HDEL', K.depth(kind, slug), tenant)
+  end
+end
+
+-- Tell whether the process that took this lease still holds it.
+local function holds(worker, generation)
+  return generation ~= '' and redis.call('HGET', K.worker(worker), 'generation') == generation
+end
+
+-- Put a run where it belongs now: ready with its next operation, or standing before a gap, or neither.
+local function place(tenant, run_id, now)
+  local run = redis.call('HMGET', K.run(tenant, run_id), 'slug', 'applied', 'pending')
+  local slug, member = run[1], tenant .. ' ' .. run_id
+  local head = redis.call('HGET', K.journal(tenant, run_id), string.format('%d', run[2] + 1))
+  if head then
+    redis.call('ZADD', K.ready(slug), cjson.decode(head).submitted, member)
+  else
+    redis.call('ZREM', K.ready(slug), member)
+  end
+  if not head and tonumber(run[3]) > 0 then
+    redis.call('ZADD', K.GAPS, 'NX', now, member)
+  else
+    redis.call('ZREM', K.GAPS, member)
+  end
+end
+
+-- Write the journal's header of one operation and count it.
+local function enter(tenant, run_id, slug, seq, header)
+  redis.call('HSET', K.journal(tenant, run_id), seq, cjson.encode(header))
+  redis.call('HINCRBY', K.run(tenant, run_id), 'pending', 1)
+  count('train', slug, tenant, 1)
+end
+
+-- Keep a promise: write how it ended, let it expire, tell who waits.
+-- `ending`: {state, content_type, result (stowed), error, category}
+local function finish(tenant, request_id, ending, now, ttl_s)
+  local future = K.future(tenant, request_id)
+  redis.call('HSET', future, 'state', ending.state, 'content_type', ending.content_type, 'result', ending.result,
+    'error', ending.error, 'category', ending.category, 'finished', now)
+  redis.call('PEXPIRE', future, math.floor(ttl_s * 1000))
+  if string.sub(ending.result, 1, 1) == '@' then
+    redis.call('ZADD', K.FILES, now + ttl_s, ending.result)
+  end
+  redis.call('PUBLISH', K.DONE, tenant .. ' ' .. request_id)
+end
+
+-- Give what one sampler process holds back to those who wait, in its old place.
+local function give_back(slug, identity)
+  local held = redis.call('HGETALL', K.inflight(identity))
+  for i = 1, #held, 2 do
+    local tenant, request_id = string.match(held[i], '^(%S+) (.+)$')
+    redis.call('ZADD', K.waiting(tenant, slug), held[i + 1], request_id)
+    redis.call('ZADD', K.turns(slug), 'NX', redis.call('HGET', K.served(slug), tenant) or 0, tenant)
+  end
+  redis.call('DEL', K.inflight(identity), K.inflight(identity) .. ':call')
+  redis.call('SREM', K.claimants(slug), identity)
+  return #held / 2
+end

@@ -1,0 +1,162 @@
+"""Results of forward_backward and sample: values to protobuf, and that to the older SDKs' JSON.
+
+A result is stored as protobuf, whatever its reader takes; JSON is made when it is read. JSON never
+holds NaN or infinity: they become null, and a metric that isn't finite is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from openrl.tasks.wire import openrl_pb2 as pb
+from openrl.tasks.wire.tensors import FLOAT32, INT32, INT64
+
+OUTPUT_TYPE = "TorchLossReturn"
+EMPTY_LOGPROB = -99999.0
+"""Fills unused cells of a top-k row, with token 0; a row that starts with it reads as None."""
+
+Candidates = list[tuple[int, float]]
+"""The likeliest tokens of one position with their logprobs, best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledSequence:
+    """One continuation; `logprobs` and `topk` (None: not asked for) have a row for each token."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    stop_reason: Literal["stop", "length"]
+    topk: Sequence[Candidates] | None = None
+
+
+_STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
+_STOP_NAMES = {number: name for name, number in _STOP_REASONS.items()}
+
+
+# forward_backward --------------------------------------------------------------------------------
+
+
+def encode_forward_backward_output(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
+    """Encode each datum's float32 logprobs ([N] or [N, K], in datum order) and the metrics.
+
+    Consecutive datums of the same K share a record. A metric's name is `<name>:<reduction>`.
+    """
+    for name in metrics:
+        assert name.count(":") == 1, f"the SDK can't reduce a metric called {name!r}"
+    result = pb.ForwardBackwardResult(loss_fn_output_type=OUTPUT_TYPE)
+    for trailing, run in groupby(logprobs, key=lambda array: array.shape[1:]):
+        arrays = [np.asarray(array, FLOAT32) for array in run]
+        record = result.loss_fn_outputs.add(type_tag=OUTPUT_TYPE, num_datums=len(arrays))
+        field = record.fields["logprobs"]
+        field.data = b"".join(array.tobytes() for array in arrays)
+        field.offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=INT64).tobytes()
+        field.dtype = pb.ELEMENT_FLOAT32
+        field.trailing_shape.extend(trailing)
+    for name, value in metrics.items():
+        result.metrics[name] = value
+    return result.SerializeToString(deterministic=True)
+
+
+def output_to_json(body: bytes) -> dict[str, Any]:
+    """Turn what `encode_forward_backward_output` wrote into the older SDKs' JSON."""
+    result = pb.ForwardBackwardResult.FromString(body)
+    outputs = chain.from_iterable(map(_record_arrays, result.loss_fn_outputs))
+    return {
+        "loss_fn_output_type": result.loss_fn_output_type,
+        "loss_fn_outputs": [
+            {"logprobs": {"data": _finite(array.ravel()), "dtype": "float32", "shape": list(array.shape)}}
+            for array in outputs
+        ],
+        "metrics": {name: value for name, value in sorted(result.metrics.items()) if np.isfinite(value)},
+    }
+
+
+def _record_arrays(record: pb.Record) -> Iterator[np.ndarray]:
+    field = record.fields["logprobs"]
+    values = np.frombuffer(field.data, FLOAT32)
+    bounds = (np.frombuffer(field.offsets, INT64) // FLOAT32.itemsize).tolist()
+    width = math.prod(field.trailing_shape)
+    for start, stop in pairwise(bounds):
+        yield values[start:stop].reshape((stop - start) // width, *field.trailing_shape)
+
+
+# sample ------------------------------------------------------------------------------------------
+
+
+def encode_sample_response(
+    sequences: Sequence[SampledSequence],
+    prompt_logprobs: Sequence[float | None] | None = None,
+    topk_prompt_logprobs: Sequence[Candidates | None] | None = None,
+) -> bytes:
+    """Encode the continuations; the prompt's logprobs (None where there is none) only where asked for."""
+    result = pb.SampleResult()
+    for sequence in sequences:
+        continuation = result.sequences.add(
+            stop_reason=_STOP_REASONS[sequence.stop_reason],
+            tokens=np.array(sequence.tokens, INT32).tobytes(),
+            logprobs=np.array(sequence.logprobs, FLOAT32).tobytes(),
+        )
+        if sequence.topk is not None:
+            continuation.topk_sampled_logprobs.CopyFrom(_topk(sequence.topk))
+    if prompt_logprobs is not None:
+        result.prompt_logprobs = np.array(prompt_logprobs, FLOAT32).tobytes()  # numpy reads None as NaN
+    if topk_prompt_logprobs is not None:
+        result.topk_prompt_logprobs.CopyFrom(_topk(topk_prompt_logprobs))
+    return result.SerializeToString(deterministic=True)
+
+
+def sample_response_to_json(body: bytes) -> dict[str, Any]:
+    """Turn what `encode_sample_response` wrote into the older SDKs' JSON."""
+    result = pb.SampleResult.FromString(body)
+    response: dict[str, Any] = {"type": "sample", "sequences": [_continuation_json(one) for one in result.sequences]}
+    if result.HasField("prompt_logprobs"):
+        response["prompt_logprobs"] = _finite(np.frombuffer(result.prompt_logprobs, FLOAT32))
+    if result.HasField("topk_prompt_logprobs"):
+        response["topk_prompt_logprobs"] = _topk_lists(result.topk_prompt_logprobs)
+    return response
+
+
+def _continuation_json(continuation: pb.Continuation) -> dict[str, Any]:
+    sequence: dict[str, Any] = {
+        "stop_reason": _STOP_NAMES[continuation.stop_reason],
+        "tokens": np.frombuffer(continuation.tokens, INT32).tolist(),
+        "logprobs": _finite(np.frombuffer(continuation.logprobs, FLOAT32)),
+    }
+    if continuation.HasField("topk_sampled_logprobs"):
+        sequence["topk_logprobs"] = _topk_lists(continuation.topk_sampled_logprobs)
+    return sequence
+
+
+def _topk(rows: Sequence[Candidates | None]) -> pb.Topk:
+    """Pack rows of differing length into two [length, k] matrices."""
+    lengths = np.array([len(row or ()) for row in rows], INT64)
+    k = int(lengths.max(initial=0))
+    used = np.arange(k) < lengths[:, None]
+    cells = np.array(list(chain.from_iterable(row or () for row in rows)), np.float64).reshape(-1, 2)
+    token_ids = np.zeros(used.shape, INT32)
+    logprobs = np.full(used.shape, EMPTY_LOGPROB, FLOAT32)
+    token_ids[used] = cells[:, 0]
+    logprobs[used] = cells[:, 1]
+    return pb.Topk(token_ids=token_ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=len(rows))
+
+
+def _topk_lists(topk: pb.Topk) -> list[list[list[Any]] | None]:
+    token_ids = np.frombuffer(topk.token_ids, INT32).reshape(topk.length, topk.k)
+    logprobs = np.frombuffer(topk.logprobs, FLOAT32).reshape(topk.length, topk.k)
+    lengths = (~((token_ids == 0) & (logprobs == EMPTY_LOGPROB))).sum(axis=1)
+    return [
+        [list(cell) for cell in zip(ids[:n].tolist(), _finite(row[:n]), strict=True)] if n else None
+        for ids, row, n in zip(token_ids, logprobs, lengths, strict=True)
+    ]
+
+
+def _finite(values: np.ndarray) -> list[float | None]:
+    objects = values.astype(object)
+    objects[~np.isfinite(values)] = None
+    return list(objects)

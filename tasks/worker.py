@@ -1,0 +1,148 @@
+"""Serving: a Celery worker around an engine.
+
+The engine runs operations in its own thread; the Celery worker's threads only ring for it and wait, so
+that every operation shows by name, latency and failure in Flower and the `celery` CLI. Knows neither
+torch nor what an engine does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from typing import Any, ClassVar, Protocol
+
+from celery import Task, bootsteps
+from celery.signals import worker_shutting_down
+from celery.worker.control import Panel
+
+from openrl.tasks import keys
+from openrl.tasks.celery import celery, notice_queue, queue_name
+from openrl.tasks.errors import OperationFailed, StoreUnavailable
+from openrl.tasks.store import Store
+
+log = logging.getLogger(__name__)
+
+QUEUE_CHECK_S = 5.0
+"""How often a worker looks for queues of new tenants that no broadcast told it of."""
+
+
+class Engine(Protocol):
+    """What a worker serves: operations of one base model, run in the engine's own thread."""
+
+    def start(self) -> None:
+        """Begin to look for operations."""
+
+    def wake(self) -> None:
+        """Look now: something was submitted."""
+
+    def wait_for(self, tenant: str, request_id: str) -> None:
+        """Wait until the operation has taken effect, as long as that costs nobody anything.
+
+        Raises:
+            OperationFailed: it ended in a failure.
+        """
+
+    def release_waiters(self) -> None:
+        """Let every `wait_for` return: the worker is about to leave."""
+
+    def stop(self) -> None:
+        """Finish what runs, hand everything back, and return within a bound."""
+
+
+class EngineTask(Task):
+    """A task that rings for the engine of its process, bound once by `serve`."""
+
+    abstract = True
+    throws = (OperationFailed,)
+    engine: ClassVar[Engine]
+
+    def ring(self, tenant: str, request_id: str) -> None:
+        """Wake the engine and wait until the operation has taken effect."""
+        self.engine.wake()
+        self.engine.wait_for(tenant, request_id)
+
+
+class TenantQueues:
+    """The queues that this worker consumes: its base model's own, and one for each tenant."""
+
+    def __init__(self, store: Store, *, family: str, slug: str) -> None:
+        self._store = store
+        self.family = family
+        self.slug = slug
+
+    def names(self) -> list[str]:
+        """Return every queue to consume now."""
+        with self._store.translated():
+            tenants = sorted(
+                member.decode() for member in self._store.redis.smembers(keys.queues(self.family, self.slug))
+            )
+        return [notice_queue(self.family, self.slug), *(queue_name(self.family, self.slug, name) for name in tenants)]
+
+    def consume_new(self, consumer: Any) -> None:
+        """Start consuming the queues that `consumer` doesn't know yet. Runs in the consumer's own thread."""
+        try:
+            wanted = self.names()
+        except StoreUnavailable:
+            return
+        for name in wanted:
+            if not consumer.task_consumer.consuming_from(name):
+                consumer.add_task_queue(name)
+                log.info("consuming %s", name)
+
+
+_queues: TenantQueues | None = None
+
+
+class _QueueCheck(bootsteps.StartStopStep):
+    """Looks for new tenants' queues by itself: a broadcast may be lost, and a restart forgets it."""
+
+    requires = ("celery.worker.consumer.tasks:Tasks",)
+
+    def start(self, consumer: Any) -> None:
+        if _queues is not None:
+            consumer.timer.call_repeatedly(QUEUE_CHECK_S, _queues.consume_new, (consumer,))
+
+
+@Panel.register(name="refresh_queues", type="control")
+def refresh_queues(state: Any, **_: Any) -> dict[str, str]:
+    """Look for new tenants' queues now (`celery -A openrl.tasks control refresh_queues`)."""
+    if _queues is not None:
+        _queues.consume_new(state.consumer)
+    return {"ok": "queues looked up"}
+
+
+def serve(engine: Engine, *, store: Store, family: str, slug: str, name: str) -> int:
+    """Serve `engine` until SIGTERM or SIGINT, then let it stop. Returns the exit status.
+
+    `family` is `train` or `sample`. Must run in the main thread: Celery installs its signal handlers.
+    """
+    global _queues
+    _queues = TenantQueues(store, family=family, slug=slug)
+    EngineTask.engine = engine
+    celery.steps["consumer"].add(_QueueCheck)
+
+    # The receiver is kept by a name of this frame: Celery's signals hold their receivers weakly.
+    def leave(**_: Any) -> None:
+        threading.Thread(target=engine.release_waiters, name="release-waiters", daemon=True).start()
+
+    worker_shutting_down.connect(leave)
+    worker = celery.Worker(
+        hostname=f"{name}@{socket.gethostname()}",
+        pool="threads",
+        concurrency=int(os.environ.get("OPENRL_DOORBELL_THREADS", "256")),
+        queues=_queues.names(),
+        loglevel=os.environ.get("OPENRL_LOG_LEVEL", "INFO"),
+        without_gossip=True,
+        without_mingle=True,
+        task_events=True,
+        quiet=True,
+    )
+    engine.start()
+    try:
+        worker.start()
+    finally:
+        engine.release_waiters()
+        engine.stop()
+    return int(worker.exitcode or 0)

@@ -1,0 +1,530 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from openrl.tasks import keys
+from openrl.tasks.errors import Gone, InvalidRequest, KeyReused, NotFound, StaleOwner
+from openrl.tasks.journal import Journal, Outcome, checkpoint_row, sampler_row
+from openrl.tasks.messages import CreateModel, OptimStep, SaveWeights, SaveWeightsForSampler
+from openrl.tasks.ownership import Lease
+from openrl.tasks.registry import Checkpoint, Registry, Sampler
+from openrl.tasks.store import Store
+
+TENANT, OTHER, BASE = "local", "other", "tiny/base"
+SLUG = keys.slug(BASE)
+
+
+def step(seq: int) -> OptimStep:
+    return OptimStep(learning_rate=seq * 1e-3)
+
+
+def large(seq: int) -> SaveWeights:
+    return SaveWeights(name=f"n{seq}", user_metadata={"x": "y" * 2000})
+
+
+def seqs(slices) -> list[int]:
+    return [operation.seq_id for piece in slices for operation in piece.operations]
+
+
+def files(store: Store) -> list[str]:
+    return [str(path) for path in store.settings.data_dir.rglob("*") if path.is_file()]
+
+
+def run_all(journal: Journal, lease: Lease) -> list[int]:
+    """Execute whatever is ready, until nothing is; return the sequence ids in order."""
+    done = []
+    while slices := journal.take(SLUG, lease):
+        for piece in slices:
+            for operation in piece.operations:
+                journal.commit(lease, operation, Outcome(), token=piece.token)
+                done.append(operation.seq_id)
+    return done
+
+
+# order, once
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([1, 2, 3])))
+def test_operations_are_handed_out_in_order_however_they_arrive(journal, created, order):
+    run_id, lease, _ = created
+    arrived = set()
+    for seq in order:
+        journal.submit(TENANT, run_id, seq, step(seq))
+        arrived.add(seq)
+        contiguous = list(itertools.takewhile(arrived.__contains__, itertools.count(1)))
+        assert seqs(journal.take(SLUG, lease)) == contiguous
+    assert run_all(journal, lease) == [1, 2, 3]
+
+
+def test_the_same_operation_again_gets_the_same_promise_and_changes_nothing(journal, created, store):
+    run_id, lease, _ = created
+    first = journal.submit(TENANT, run_id, 1, large(1))
+    before = (files(store), journal.depth(SLUG)["train"])
+    assert journal.submit(TENANT, run_id, 1, large(1)) == first
+    assert first.request_id == f"{run_id}:1"
+    assert (files(store), journal.depth(SLUG)["train"]) == before
+    run_all(journal, lease)
+    assert journal.submit(TENANT, run_id, 1, large(1)) == first
+    assert journal.take(SLUG, lease) == []
+
+
+def test_a_different_operation_under_a_used_key_is_refused_before_and_after_it_took_effect(journal, created, store):
+    run_id, lease, _ = created
+    journal.submit(TENANT, run_id, 1, step(1))
+    with pytest.raises(KeyReused):
+        journal.submit(TENANT, run_id, 1, step(2))
+    run_all(journal, lease)
+    with pytest.raises(KeyReused):
+        journal.submit(TENANT, run_id, 1, large(1))
+    assert files(store) == []
+
+
+@pytest.mark.parametrize("seq", [0, -1, 2**31, 2**63])
+def test_an_impossible_sequence_id_is_refused(journal, created, seq):
+    with pytest.raises(InvalidRequest):
+        journal.submit(TENANT, created[0], seq, step(1))
+    journal.refuse(TENANT, created[0], seq, "", b"", "bad")
+    assert journal.depth(SLUG)["train"] == {}
+
+
+def test_the_largest_sequence_id_is_accepted(journal, created):
+    assert journal.submit(TENANT, created[0], 2**31 - 1, step(1)).request_id.endswith(":2147483647")
+
+
+def test_unknown_and_foreign_runs_look_alike(journal, created):
+    run_id = created[0]
+    for tenant, name in ((OTHER, run_id), (TENANT, run_id + "9"), (TENANT, "x"), (TENANT, run_id + ":journal")):
+        with pytest.raises(NotFound):
+            journal.submit(tenant, name, 1, step(1))
+        with pytest.raises(NotFound):
+            journal.refuse(tenant, name, 1, "", b"", "bad")
+
+
+def test_a_large_body_is_in_a_file_and_comes_back(journal, created, store):
+    run_id, lease, _ = created
+    journal.submit(TENANT, run_id, 1, large(1))
+    assert len(files(store)) == 1
+    ((operation,),) = [piece.operations for piece in journal.take(SLUG, lease)]
+    assert SaveWeights.from_bytes(operation.body) == large(1)
+    assert operation.kind == "save_weights"
+
+
+def test_an_operation_whose_file_is_lost_fails_and_the_run_goes_on(journal, created, store, futures):
+    run_id, lease, _ = created
+    journal.submit(TENANT, run_id, 1, large(1))
+    journal.submit(TENANT, run_id, 2, step(2))
+    os.unlink(files(store)[0])
+    assert run_all(journal, lease) == [1, 2]
+    assert futures.get(TENANT, f"{run_id}:1").state == "failed"
+    assert futures.get(TENANT, f"{run_id}:2").state == "done"
+
+
+def test_operations_wait_within_their_bounds(journal, new_run, new_lease, created):
+    first, lease, _ = created
+    second = new_run(1)
+    for seq in range(1, 6):
+        journal.submit(TENANT, first, seq, step(seq))
+    assert len(journal.take(SLUG, lease, max_runs=1)) == 1
+    assert [len(piece.operations) for piece in journal.take(SLUG, lease, max_ops_per_run=2)] == [1, 2]
+    assert [len(piece.operations) for piece in journal.take(SLUG, lease, max_bytes=1)] == [1]
+    journal.submit(TENANT, second, 1, step(1))
+    assert journal.take("another-base", lease) == []
+
+
+# creating
+
+
+def test_a_run_is_recorded_with_its_creation_as_operation_zero(journal, registry, session_id, new_lease, futures):
+    message = CreateModel(base_model=BASE, rank=4, seed=7, train_mlp=False, user_metadata={"a": "b"})
+    promise = journal.create(TENANT, session_id, 2, message, slug=SLUG)
+    assert (promise.request_id, promise.run_id) == (f"{session_id}:train:2:0", f"{session_id}:train:2")
+    run = registry.run(TENANT, promise.run_id)
+    assert (run.rank, run.seed, run.train_mlp, run.train_attn, run.state, run.applied) == (
+        4,
+        7,
+        False,
+        True,
+        "creating",
+        -1,
+    )
+    assert futures.get(TENANT, promise.request_id).state == "pending"
+    assert futures.get(TENANT, promise.request_id).model_id == promise.run_id
+
+    lease = new_lease("w1")
+    (piece,) = journal.take(SLUG, lease)
+    (operation,) = piece.operations
+    assert (operation.kind, operation.seq_id, piece.applied) == ("create_model", 0, -1)
+    journal.commit(lease, operation, Outcome(run_fields={"state": "ready", "rank": "16"}), token=piece.token)
+    run = registry.run(TENANT, promise.run_id)
+    assert (run.state, run.applied, run.rank) == ("ready", 0, 16)
+
+
+def test_operations_may_arrive_before_their_run_is_created_by_a_worker(journal, new_run, new_lease):
+    run_id = new_run()
+    journal.submit(TENANT, run_id, 1, step(1))
+    assert run_all(journal, new_lease("w1")) == [0, 1]
+
+
+def test_the_same_creation_again_gets_the_same_run_and_a_different_one_is_refused(journal, session_id, registry):
+    message = CreateModel(
+        base_model=BASE, rank=4, seed=None, checkpoint_path="tinker://a/weights/b", checkpoint_dir="v1"
+    )
+    first = journal.create(TENANT, session_id, 0, message, slug=SLUG)
+    seed = registry.run(TENANT, first.run_id).seed
+    moved = dataclasses.replace(message, checkpoint_dir="v2")
+    assert journal.create(TENANT, session_id, 0, moved, slug=SLUG) == first
+    assert registry.run(TENANT, first.run_id).seed == seed
+    with pytest.raises(KeyReused):
+        journal.create(TENANT, session_id, 0, dataclasses.replace(message, rank=8), slug=SLUG)
+    assert registry.runs(TENANT, 10, 0)[1] == 1
+
+
+def test_a_drawn_seed_is_journaled(journal, session_id, registry, new_lease):
+    promise = journal.create(TENANT, session_id, 0, CreateModel(base_model=BASE, rank=4, seed=None), slug=SLUG)
+    (piece,) = journal.take(SLUG, new_lease("w1"))
+    seed = CreateModel.from_bytes(piece.operations[0].body).seed
+    assert seed is not None
+    assert seed == registry.run(TENANT, promise.run_id).seed
+
+
+def test_a_run_needs_a_living_session_of_its_tenant(journal, session_id, registry, new_run):
+    with pytest.raises(NotFound):
+        new_run(session="s-unknown")
+    with pytest.raises(NotFound):
+        new_run(tenant=OTHER)
+    with pytest.raises(InvalidRequest):
+        new_run(-1)
+    first = new_run(0)
+    registry.finish_session(TENANT, session_id, "success")
+    assert new_run(0) == first
+    with pytest.raises(Gone):
+        new_run(1)
+
+
+# refused and missing operations
+
+
+@pytest.mark.parametrize(
+    ("kind", "voids"), [("forward_backward", True), ("", True), ("optim_step", False), ("forward", False)]
+)
+def test_a_refused_submission_takes_its_turn(journal, created, futures, kind, voids):
+    run_id, lease, _ = created
+    journal.submit(TENANT, run_id, 2, step(2))
+    assert journal.take(SLUG, lease) == []
+    journal.refuse(TENANT, run_id, 1, kind, b"\x01", "data[0] is empty")
+    journal.refuse(TENANT, run_id, 1, kind, b"\x01", "data[0] is empty")
+    future = futures.get(TENANT, f"{run_id}:1")
+    assert (future.state, future.error, future.category) == ("failed", "data[0] is empty", "user")
+    (piece,) = journal.take(SLUG, lease)
+    refused = piece.operations[0]
+    assert (refused.kind, refused.voids, refused.error) == ("refused", voids, "data[0] is empty")
+    assert run_all(journal, lease) == [1, 2]
+    assert futures.get(TENANT, f"{run_id}:1") == future
+
+
+def test_a_refusal_never_replaces_an_accepted_operation(journal, created, futures):
+    run_id, lease, _ = created
+    journal.submit(TENANT, run_id, 1, step(1))
+    journal.refuse(TENANT, run_id, 1, "optim_step", b"\x01", "bad")
+    assert futures.get(TENANT, f"{run_id}:1").state == "pending"
+    assert [piece.operations[0].kind for piece in journal.take(SLUG, lease)] == ["optim_step"]
+
+
+def test_a_text_with_half_a_character_does_no_harm(journal, created, futures):
+    journal.refuse(TENANT, created[0], 1, "forward", b"\x01", "no loss \ud800")
+    assert futures.get(TENANT, f"{created[0]}:1").error == "no loss ?"
+    assert run_all(journal, created[1]) == [1]
+
+
+def test_a_refused_key_is_used(journal, created):
+    journal.refuse(TENANT, created[0], 1, "optim_step", b"\x01", "bad")
+    with pytest.raises(KeyReused):
+        journal.submit(TENANT, created[0], 1, step(1))
+
+
+def test_a_gap_that_stands_too_long_is_closed_as_failed(journal, created, futures, store):
+    run_id, lease, _ = created
+    for seq in (1, 4, 6):
+        journal.submit(TENANT, run_id, seq, step(seq))
+    assert run_all(journal, lease) == [1]
+    now = store.now()
+    assert journal.close_gaps(now + 300) == 0
+    assert journal.close_gaps(now + 331) == 2
+    assert journal.close_gaps(now + 331) == 0
+    future = futures.get(TENANT, f"{run_id}:3")
+    assert (future.state, future.error) == ("failed", "seq 3 never arrived")
+    (piece,) = journal.take(SLUG, lease)
+    assert [(o.seq_id, o.kind, o.voids) for o in piece.operations] == [
+        (2, "missing", True), (3, "missing", True), (4, "optim_step", False),
+    ]  # fmt: skip
+    assert run_all(journal, lease) == [2, 3, 4]
+    with pytest.raises(KeyReused, match="too late"):
+        journal.submit(TENANT, run_id, 3, step(3))
+    assert journal.close_gaps(now + 661) == 1
+    assert run_all(journal, lease) == [5, 6]
+
+
+def test_a_gap_that_is_filled_is_forgotten(journal, created, store):
+    run_id, lease, _ = created
+    journal.submit(TENANT, run_id, 2, step(2))
+    journal.submit(TENANT, run_id, 1, step(1))
+    assert store.redis.zcard(keys.GAPS) == 0
+    assert journal.close_gaps(store.now() + 10_000) == 0
+    assert run_all(journal, lease) == [1, 2]
+
+
+@pytest.mark.parametrize("ended", ["finished", "silent"])
+def test_a_gap_of_a_session_that_is_away_waits_longer(journal, created, store, session_id, registry, ended):
+    run_id, _, _ = created
+    journal.submit(TENANT, run_id, 2, step(2))
+    if ended == "finished":
+        registry.finish_session(TENANT, session_id, "success")
+    else:
+        store.redis.hset(keys.session(TENANT, session_id), "last_seen", store.now() - 600)
+    assert journal.close_gaps(store.now() + 331) == 0
+    assert journal.close_gaps(store.now() + 3301) == 1
+
+
+def test_an_absurd_gap_costs_others_nothing(journal, created, new_run, store):
+    run_id, lease, _ = created
+    journal.submit(TENANT, run_id, 2**31 - 1, step(1))
+    store.script("close_gaps")(store.now() + 331, 330, 3300, 120, 60, 10)
+    assert len(run_all(journal, lease)) == 10
+    assert store.redis.zcard(keys.GAPS) == 1
+
+
+# committing
+
+
+def test_a_commit_moves_the_run_and_keeps_the_promise_and_writes_the_rows_together(
+    journal, created, futures, registry, session_id
+):
+    run_id, lease, token = created
+    journal.submit(TENANT, run_id, 1, SaveWeights(name="a"))
+    ((operation,),) = [piece.operations for piece in journal.take(SLUG, lease)]
+    checkpoint = Checkpoint(
+        run_id=run_id, checkpoint_id="weights/a", kind="training", directory=f"weights/a.{token}", size_bytes=1,
+        created=2.0, base_model=BASE, rank=8, train_attn=True, train_mlp=True, train_unembed=True, step=0,
+        has_optimizer=True,
+    )  # fmt: skip
+    sampler = Sampler(
+        sampler_id=f"{session_id}:sample:0", session_id=session_id, base_model=BASE, slug=SLUG, created=2.0
+    )
+    rows = (checkpoint_row(TENANT, checkpoint), *sampler_row(TENANT, sampler))
+    journal.commit(lease, operation, Outcome(result=b"{}", rows=rows), token=token)
+    future = futures.get(TENANT, operation.request_id)
+    assert (future.state, future.result, future.content_type) == ("done", b"{}", "application/json")
+    assert registry.run(TENANT, run_id).applied == 1
+    assert registry.checkpoint(TENANT, run_id, "weights/a") == checkpoint
+    assert registry.sampler(TENANT, sampler.sampler_id) == sampler
+    assert registry.session_contents(TENANT, session_id)[1] == [sampler.sampler_id]
+    assert journal.depth(SLUG)["train"] == {}
+
+
+def test_a_failed_operation_is_reported_and_recorded(journal, created, futures):
+    run_id, lease, token = created
+    journal.submit(TENANT, run_id, 1, step(1))
+    journal.submit(TENANT, run_id, 2, step(2))
+    first, second = journal.take(SLUG, lease)[0].operations
+    journal.commit(lease, first, Outcome(error="no gradients", category="user"), token=token)
+    journal.commit(lease, second, Outcome(), token=token)
+    future = futures.get(TENANT, first.request_id)
+    assert (future.state, future.error, future.category, future.result) == ("failed", "no gradients", "user", b"")
+    history = journal.history(TENANT, run_id, after=0, upto=9)
+    assert [(o.seq_id, o.error, o.replay) for o in history] == [(1, "no gradients", True), (2, "", True)]
+    assert OptimStep.from_bytes(history[1].body) == step(2)
+
+
+def test_a_commit_out_of_order_or_under_another_token_changes_nothing(journal, created, futures, registry, store):
+    run_id, lease, token = created
+    for seq in (1, 2):
+        journal.submit(TENANT, run_id, seq, step(seq))
+    first, second = journal.take(SLUG, lease)[0].operations
+    result = Outcome(result=b"x" * 5000)
+    for operation, wrong in ((second, token), (first, token - 1), (first, token + 1)):
+        with pytest.raises(StaleOwner):
+            journal.commit(lease, operation, result, token=wrong)
+    assert registry.run(TENANT, run_id).applied == 0
+    assert futures.get(TENANT, first.request_id).state == "pending"
+    assert files(store) == []
+
+
+def test_committing_twice_changes_nothing(journal, created, futures, store):
+    run_id, lease, token = created
+    journal.submit(TENANT, run_id, 1, step(1))
+    ((operation,),) = [piece.operations for piece in journal.take(SLUG, lease)]
+    journal.commit(lease, operation, Outcome(result=b"a" * 5000), token=token)
+    journal.commit(lease, operation, Outcome(result=b"b" * 5000), token=token)
+    assert futures.get(TENANT, operation.request_id).result == b"a" * 5000
+    assert len(files(store)) == 1
+
+
+def test_an_ephemeral_save_reserves_its_sampler_at_once(journal, created, session_id, registry):
+    run_id, lease, _ = created
+    sampler_id = f"{session_id}:sample:4"
+    message = SaveWeightsForSampler(sampler_id=sampler_id)
+    promise = journal.submit(TENANT, run_id, 1, message)
+    assert journal.submit(TENANT, run_id, 1, message) == promise
+    with pytest.raises(KeyReused):
+        registry.create_sampler(TENANT, session_id=session_id, seq=4, base_model=BASE, slug=SLUG)
+    with pytest.raises(KeyReused):
+        journal.submit(TENANT, run_id, 2, message)
+    with pytest.raises(NotFound):
+        registry.sampler(TENANT, sampler_id)
+    registry.create_sampler(TENANT, session_id=session_id, seq=5, base_model=BASE, slug=SLUG)
+    with pytest.raises(KeyReused):
+        journal.submit(TENANT, run_id, 3, SaveWeightsForSampler(sampler_id=f"{session_id}:sample:5"))
+    kinds = [operation.kind for operation in journal.take(SLUG, lease)[0].operations]
+    assert kinds == ["save_weights_for_sampler", "refused", "refused"]
+
+
+# snapshots
+
+
+def test_a_snapshot_drops_the_bodies_that_it_covers_and_keeps_the_digests(journal, created, store):
+    run_id, lease, token = created
+    for seq in (1, 2, 3):
+        journal.submit(TENANT, run_id, seq, large(seq))
+    for operation in journal.take(SLUG, lease)[0].operations[:2]:
+        journal.commit(lease, operation, Outcome(), token=token)
+    assert journal.snapshot(TENANT, run_id) is None
+    journal.record_snapshot(lease, TENANT, run_id, token, "snapshots/2", 2)
+    assert journal.snapshot(TENANT, run_id) == ("snapshots/2", 2)
+    assert len(files(store)) == 1
+    assert store.redis.hlen(keys.bodies(TENANT, run_id)) == 1
+    assert journal.submit(TENANT, run_id, 1, large(1)).request_id == f"{run_id}:1"
+    with pytest.raises(KeyReused):
+        journal.submit(TENANT, run_id, 2, large(1))
+    assert [o.body for o in journal.history(TENANT, run_id, after=0, upto=2)] == [b"", b""]
+    assert run_all(journal, lease) == [3]
+
+
+def test_a_snapshot_is_fenced_and_never_goes_back(journal, created):
+    run_id, lease, token = created
+    journal.submit(TENANT, run_id, 1, step(1))
+    run_all(journal, lease)
+    journal.record_snapshot(lease, TENANT, run_id, token, "new", 1)
+    for wrong, applied in ((token + 1, 1), (token, 0), (token, 2)):
+        with pytest.raises(StaleOwner):
+            journal.record_snapshot(lease, TENANT, run_id, wrong, "other", applied)
+    assert journal.snapshot(TENANT, run_id) == ("new", 1)
+
+
+# depth
+
+
+def test_depth_counts_what_is_acknowledged_and_not_applied(journal, created, new_run):
+    run_id, lease, _ = created
+    assert journal.depth(SLUG) == {"train": {}, "sample": {}, "oldest_s": {"train": 0.0, "sample": 0.0}}
+    journal.submit(TENANT, run_id, 1, step(1))
+    journal.submit(TENANT, run_id, 3, step(3))
+    new_run(1)
+    depth = journal.depth(SLUG)
+    assert depth["train"] == {TENANT: 3}
+    assert 0 < depth["oldest_s"]["train"] < 60
+    run_all(journal, lease)
+    assert journal.depth(SLUG)["train"] == {TENANT: 1}
+    assert journal.depth(SLUG)["oldest_s"]["train"] == 0.0
+
+
+def test_submitting_taking_and_committing_are_one_round_trip_each(journal, created, store):
+    run_id, lease, token = created
+
+    def calls() -> int:
+        stats = store.redis.info("commandstats")
+        return sum(row["calls"] for name, row in stats.items() if name in ("cmdstat_evalsha", "cmdstat_hgetall"))
+
+    before = calls()
+    journal.submit(TENANT, run_id, 1, step(1))
+    ((operation,),) = [piece.operations for piece in journal.take(SLUG, lease)]
+    journal.commit(lease, operation, Outcome(), token=token)
+    assert calls() - before == 3
+
+
+# everything at once
+
+COUNT = 6
+MOVES = st.one_of(
+    st.tuples(st.just("submit"), st.integers(0, 1), st.integers(1, COUNT)),
+    st.tuples(st.just("take"), st.integers(0, 1), st.integers(1, 3)),
+    st.tuples(st.just("commit"), st.integers(0, 1), st.integers(1, 3)),
+    st.tuples(st.just("kill"), st.integers(0, 1), st.just(0)),
+    st.tuples(st.just("release"), st.integers(0, 1), st.just(0)),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(moves=st.lists(MOVES, max_size=60))
+def test_whatever_happens_each_operation_takes_effect_once_and_in_order(store, moves):
+    """Two workers with stale leases and stale work in their hands; submissions doubled and reordered."""
+    store.redis.flushall()
+    journal, registry = Journal(store), Registry(store)
+    session_id = registry.create_session(TENANT).session_id
+    message = CreateModel(base_model=BASE, rank=8, seed=1)
+    runs = [journal.create(TENANT, session_id, number, message, slug=SLUG).run_id for number in (0, 1)]
+    workers = [Lease(store, f"w{number}", "trainer", SLUG) for number in (0, 1)]
+    hands: list[dict] = [{}, {}]
+    effects: list[tuple[str, int]] = []
+    tokens: dict[str, int] = {}
+
+    def take(index: int, limit: int) -> None:
+        for piece in journal.take(SLUG, workers[index], max_ops_per_run=limit):
+            assert piece.token >= tokens.get(piece.run_id, 0)
+            tokens[piece.run_id] = piece.token
+            assert [o.seq_id for o in piece.operations] == list(
+                range(piece.applied + 1, piece.applied + 1 + len(piece.operations))
+            )
+            hands[index][piece.run_id] = piece
+
+    def commit(index: int, limit: int) -> None:
+        for piece in hands[index].values():
+            for operation in piece.operations[:limit]:
+                before = registry.run(TENANT, piece.run_id).applied
+                try:
+                    journal.commit(workers[index], operation, Outcome(), token=piece.token)
+                except StaleOwner:
+                    assert registry.run(TENANT, piece.run_id).applied == before
+                    break
+                if registry.run(TENANT, piece.run_id).applied == before + 1:
+                    effects.append((piece.run_id, operation.seq_id))
+
+    for move, index, number in moves:
+        if move == "submit":
+            journal.submit(TENANT, runs[index], number, step(number))
+        elif move == "take":
+            take(index, number)
+        elif move == "commit":
+            commit(index, number)
+        elif move == "kill":
+            store.redis.delete(keys.worker(workers[index].worker_id))
+            assert journal.take(SLUG, workers[index]) == []
+            assert workers[index].lost
+            workers[index].close()
+            workers[index] = Lease(store, f"w{index}", "trainer", SLUG)
+        else:
+            for piece in hands[index].values():
+                journal.release(workers[index], TENANT, piece.run_id, piece.token)
+
+    for run_id in runs:
+        for seq in range(COUNT, 0, -1):
+            journal.submit(TENANT, run_id, seq, step(seq))
+    for worker in workers:
+        worker.close()
+    workers[0] = Lease(store, "last", "trainer", SLUG)
+    hands[0].clear()
+    for _ in range(COUNT + 2):
+        take(0, 32)
+        commit(0, 32)
+    workers[0].close()
+    assert set(Counter(effects).values()) == {1}
+    for run_id in runs:
+        assert [seq for name, seq in effects if name == run_id] == list(range(COUNT + 1))
+    assert journal.depth(SLUG)["train"] == {}
+    assert store.redis.zcard(keys.ready(SLUG)) == store.redis.zcard(keys.GAPS) == 0
