@@ -1,0 +1,105 @@
+"""What a directory of weights says about itself: `manifest.json`, schema 1.
+
+Names the base, the shape of the adapter and the step, and holds the SHA-256 digest and size of every other
+file, so that a torn or altered directory is refused before a tensor is read. Without torch.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from openrl.tasks.errors import InvalidRequest
+
+SCHEMA = 1
+FILENAME = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """One directory of weights; `files` and `schema` are filled in by `write`."""
+
+    kind: str
+    """training, sampler or snapshot."""
+    base_model: str
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    """Exact module paths with an adapter, in the order of its parameters."""
+    train_attn: bool
+    train_mlp: bool
+    train_unembed: bool
+    step: int
+    """Optimizer steps taken."""
+    seed: int | None = None
+    """What A was drawn from; None when nobody recorded it."""
+    has_optimizer: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What its writer alone reads back (JSON values)."""
+    files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """File name -> {"sha256", "size_bytes"}."""
+    schema: int = SCHEMA
+
+    @property
+    def size_bytes(self) -> int:
+        """All files together, the manifest itself not counted."""
+        return sum(int(entry["size_bytes"]) for entry in self.files.values())
+
+
+def write(directory: Path, manifest: Manifest) -> Manifest:
+    """Digest every file that lies in `directory` and write the manifest beside them; returns it complete."""
+    files = {path.name: _entry(path) for path in sorted(directory.iterdir()) if path.name != FILENAME}
+    complete = replace(manifest, files=files)
+    text = json.dumps(_values(complete), indent=2, sort_keys=True)
+    (directory / FILENAME).write_text(text + "\n", encoding="utf-8")
+    return complete
+
+
+def read(directory: Path) -> Manifest:
+    """The manifest of `directory`, its files not yet looked at.
+
+    Raises:
+        InvalidRequest: there is none, it can't be read, or its schema is not ours.
+    """
+    try:
+        values = json.loads((directory / FILENAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(f"weights {directory.name!r} have no readable {FILENAME}") from error
+    schema = values.get("schema") if isinstance(values, dict) else None
+    if schema != SCHEMA:
+        raise InvalidRequest(f"weights {directory.name!r} have manifest schema {schema!r}; this service reads {SCHEMA}")
+    known = {item.name for item in fields(Manifest)}
+    try:
+        manifest = Manifest(**{key: value for key, value in values.items() if key in known})
+        return replace(manifest, targets=tuple(manifest.targets), files=dict(manifest.files))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{FILENAME} of weights {directory.name!r} has a wrong field: {error}") from error
+
+
+def verify(directory: Path) -> Manifest:
+    """Read the manifest and compare size and digest of every file that it names.
+
+    Raises:
+        InvalidRequest: also when a file is missing or differs.
+    """
+    manifest = read(directory)
+    for name, expected in manifest.files.items():
+        path = directory / name
+        if Path(name).name != name or not path.is_file():
+            raise InvalidRequest(f"weights {directory.name!r} lack the file {name!r}")
+        found = _entry(path)
+        if found != expected:
+            raise InvalidRequest(f"file {name!r} of weights {directory.name!r} differs from its manifest")
+    return manifest
+
+
+def _values(manifest: Manifest) -> dict[str, Any]:
+    return {**asdict(manifest), "targets": list(manifest.targets)}
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"sha256": digest, "size_bytes": path.stat().st_size}
