@@ -1,0 +1,142 @@
+"""A journal with clients before it and trainers behind it, without HTTP and Celery."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+
+from openrl.tasks.doorbell import Waiter
+from openrl.tasks.futures import Completions, Future, Futures
+from openrl.tasks.journal import Journal
+from openrl.tasks.messages import CreateModel, Message
+from openrl.tasks.ownership import Lease
+from openrl.tasks.registry import Registry
+from openrl.tasks.store import Store
+from openrl.workers.model.loading import LoadedModel
+from openrl.workers.trainer.checkpoints import Checkpoints
+from openrl.workers.trainer.device import Device
+from openrl.workers.trainer.engine import TrainerEngine
+from openrl.workers.trainer.recovery import Recovery
+from openrl.workers.trainer.runs import Run
+from openrl.workers.trainer.settings import TrainerSettings
+
+BASE = "tiny"
+
+
+class Service:
+    """One store and everything that is needed to submit to it and to serve it."""
+
+    def __init__(self, store: Store, loaded: LoadedModel) -> None:
+        self.store = store
+        self.loaded = loaded
+        self.journal = Journal(store)
+        self.registry = Registry(store)
+        self.futures = Futures(store)
+        self.completions = Completions(store)
+        self.leases: list[Lease] = []
+        self._names = itertools.count()
+
+    def close(self) -> None:
+        """End the threads behind leases and completions."""
+        for lease in self.leases:
+            lease.close()
+        self.completions.close()
+
+    def trainer(self, **settings: float) -> Trainer:
+        """Start a trainer process, so to say; its loop runs when the test says so."""
+        name = f"trainer-{next(self._names)}"
+        return Trainer(self, name, TrainerSettings(**{"token_budget": 96, **settings}))
+
+    def client(self, tenant: str = "t", **options: object) -> Client:
+        """Open a session with one run in it, not created yet."""
+        session = self.registry.create_session(tenant)
+        client = Client(self, tenant, session.session_id)
+        client.create(**options)
+        return client
+
+
+class Client:
+    """A run's owner: submits, and reads what became of it."""
+
+    def __init__(self, service: Service, tenant: str, session_id: str) -> None:
+        self._service = service
+        self.tenant = tenant
+        self.session_id = session_id
+        self.run_id = f"{session_id}:train:0"
+        self.seq = 0
+
+    def create(self, **options: object) -> None:
+        message = CreateModel(base_model=BASE, **{"rank": 4, "seed": 1, **options})
+        self._service.journal.create(self.tenant, self.session_id, 0, message, slug=BASE)
+
+    def submit(self, message: Message, *, seq: int = 0) -> int:
+        """Submit under the next number, or under the one given."""
+        self.seq = self.seq if seq else self.seq + 1
+        self._service.journal.submit(self.tenant, self.run_id, seq or self.seq, message)
+        return seq or self.seq
+
+    def refuse(self, kind: str) -> int:
+        """Use up a number by a refused submission."""
+        self.seq += 1
+        self._service.journal.refuse(self.tenant, self.run_id, self.seq, kind, b"x", "no such thing")
+        return self.seq
+
+    def future(self, seq: int) -> Future:
+        return self._service.futures.get(self.tenant, f"{self.run_id}:{seq}")
+
+    def states(self) -> str:
+        """One letter for each promise so far: p(ending), d(one), f(ailed)."""
+        return "".join(self.future(seq).state[0] for seq in range(self.seq + 1))
+
+    def answer(self, seq: int) -> dict:
+        future = self.future(seq)
+        assert future.state == "done", (future.state, future.error)
+        return json.loads(future.result)
+
+
+@dataclass
+class Trainer:
+    """One engine; `spin` lets it work until it finds nothing."""
+
+    service: Service
+    name: str
+    settings: TrainerSettings
+
+    def __post_init__(self) -> None:
+        service, data_dir = self.service, self.service.store.settings.data_dir
+        where = {"base_model": BASE, "data_dir": data_dir}
+        checkpoints = Checkpoints(service.loaded, slug=BASE, registry=service.registry, **where)
+        self.device = Device(service.loaded, checkpoints, token_budget=self.settings.token_budget)
+        self.recovery = Recovery(service.loaded, self.device, service.journal, **where)
+        self.engine = TrainerEngine(
+            slug=BASE,
+            journal=service.journal,
+            lease=self.new_lease(),
+            new_lease=self.new_lease,
+            device=self.device,
+            recovery=self.recovery,
+            waiter=Waiter(service.store, service.completions, worker_id=lambda: self.name),
+            settings=self.settings,
+        )
+
+    def new_lease(self) -> Lease:
+        self.lease = Lease(self.service.store, self.name, "trainer", BASE)
+        self.service.leases.append(self.lease)
+        return self.lease
+
+    def spin(self) -> int:
+        """Work until nothing is left; return the number of passes."""
+        turns = 0
+        while self.engine.turn():
+            turns += 1
+        return turns
+
+    def resident(self, client: Client) -> Run:
+        run = self.engine._residents.get((client.tenant, client.run_id))
+        assert run is not None
+        return run
+
+    def die(self) -> None:
+        """Disappear without a word, as after SIGKILL and the end of the lease."""
+        self.lease.close()

@@ -1,0 +1,304 @@
+"""The engine on a real journal: order, results, failures, fairness, and no more trips than needed."""
+
+import json
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from openrl.tasks import keys
+from openrl.tasks.errors import StaleOwner, StoreUnavailable
+from openrl.tasks.messages import OptimStep, SaveWeights, SaveWeightsForSampler
+from openrl.tasks.wire.codec import output_to_json
+from tests.trainer.bench import forward_backward
+
+
+def test_a_training_loop_takes_effect_in_order_and_answers_every_operation(service):
+    trainer, client = service.trainer(), service.client()
+    client.submit(OptimStep(learning_rate=0.01), seq=2)
+    client.submit(SaveWeights(name="final"), seq=3)
+    client.submit(SaveWeightsForSampler(sampler_id=f"{client.session_id}:sample:0"), seq=4)
+    trainer.spin()
+    client.submit(forward_backward(seed=1))
+    client.seq = 4
+    trainer.spin()
+    assert client.states() == "ddddd"
+    assert client.answer(0) == {"type": "create_model", "model_id": client.run_id}
+    assert output_to_json(client.future(1).result)["metrics"]["tokens:sum"] == 14
+    assert client.answer(2)["metrics"]["step"] == 1
+    assert client.answer(3)["path"] == f"tinker://{client.run_id}/weights/final"
+    assert client.answer(4)["sampling_session_id"] == f"{client.session_id}:sample:0"
+    run = service.registry.run("t", client.run_id)
+    assert (run.state, run.applied) == ("ready", 4)
+    assert service.registry.checkpoint("t", client.run_id, "weights/final").step == 1
+    assert service.registry.sampler("t", f"{client.session_id}:sample:0").run_id == client.run_id
+    assert service.journal.depth("tiny")["train"] == {}
+
+
+def test_runs_of_several_tenants_share_a_pass(service):
+    trainer = service.trainer(token_budget=1000)
+    clients = [service.client(tenant, rank=rank) for tenant, rank in (("a", 2), ("a", 4), ("b", 8))]
+    trainer.spin()
+    for number, client in enumerate(clients):
+        client.submit(forward_backward(seed=number))
+    passes = []
+    execute = trainer.device.execute
+    trainer.device.execute = lambda works: passes.append(len(works)) or execute(works)
+    assert trainer.spin() == 1
+    assert passes == [3]
+    assert [client.states() for client in clients] == ["dd"] * 3
+
+
+def test_a_refused_and_a_missing_operation_take_their_turn_and_void_the_gradient(service):
+    trainer, client = service.trainer(), service.client()
+    client.submit(forward_backward(seed=1))
+    refused = client.refuse("forward_backward")
+    client.submit(forward_backward(seed=2))
+    client.submit(OptimStep())
+    client.submit(OptimStep())
+    trainer.spin()
+    assert client.states() == "ddfdff"
+    assert f"operation {refused} failed (no such thing)" in client.future(4).error
+    assert "nothing was accumulated" in client.future(5).error
+    client.seq += 1
+    client.submit(forward_backward(seed=3))
+    client.submit(OptimStep())
+    trainer.spin()
+    service.journal.close_gaps(service.store.now() + 1e6)
+    trainer.spin()
+    assert client.states() == "ddfdfffdf"
+    assert "seq 6 never arrived" in client.future(8).error
+    client.submit(forward_backward(seed=4))
+    client.submit(OptimStep())
+    trainer.spin()
+    assert client.states().endswith("dd")
+
+
+def test_a_refused_step_leaves_the_gradient_as_it_is(service):
+    trainer, client = service.trainer(), service.client()
+    client.submit(forward_backward(seed=1))
+    client.refuse("optim_step")
+    client.submit(OptimStep())
+    trainer.spin()
+    assert client.states() == "ddfd"
+
+
+def test_after_a_failed_create_later_operations_fail_in_order_and_say_why(service):
+    trainer, client = service.trainer(), service.client(rank=0)
+    client.submit(forward_backward(seed=1))
+    client.submit(OptimStep())
+    trainer.spin()
+    assert client.states() == "fff"
+    assert all("rank" in client.future(seq).error for seq in range(3))
+    assert service.registry.run("t", client.run_id).state == "failed"
+
+
+def test_a_body_that_can_not_be_read_fails_its_operation_and_voids(service):
+    trainer, client = service.trainer(), service.client()
+    seq = client.submit(forward_backward(seed=1))
+    service.store.redis.hset(keys.bodies("t", client.run_id), seq, b"=\xff\xff\xff")
+    client.submit(OptimStep())
+    trainer.spin()
+    assert client.states() == "dff"
+    assert client.future(seq).category == "server" and "error id" in client.future(seq).error
+    assert "operation 1 failed" in client.future(2).error
+
+
+def test_a_failure_in_one_run_leaves_the_other_of_its_pass_alone(service):
+    trainer, bad, good = service.trainer(token_budget=1000), service.client("a"), service.client("b")
+    trainer.spin()
+    message = forward_backward(lengths=[5], seed=1)
+    bad.submit(replace(message, data=(replace(message.data[0], tokens=np.full(5, 10**6, np.int32)),)))
+    for client in (bad, good):
+        if client is good:
+            client.submit(message)
+        client.submit(OptimStep())
+    trainer.spin()
+    assert bad.states() == "dff" and good.states() == "ddd"
+    assert bad.future(1).category == "server"
+
+
+def test_a_device_that_breaks_as_a_whole_fails_the_pass_and_the_engine_goes_on(service):
+    trainer, client = service.trainer(), service.client()
+    trainer.spin()
+    execute = trainer.device.execute
+
+    def broken(works):
+        raise RuntimeError("out of memory at /secret/path")
+
+    trainer.device.execute = broken
+    client.submit(forward_backward(seed=1))
+    trainer.spin()
+    assert client.future(1).category == "server" and "secret" not in client.future(1).error
+    trainer.device.execute = execute
+    for message in (OptimStep(), forward_backward(seed=1), OptimStep()):
+        client.submit(message)
+    trainer.spin()
+    assert client.states() == "dffdd"
+
+
+def test_a_second_trainer_leaves_the_runs_of_the_first_alone(service):
+    first, second, client = service.trainer(), service.trainer(), service.client()
+    first.spin()
+    client.submit(forward_backward(seed=1))
+    assert second.spin() == 0
+    assert client.states() == "dp"
+    first.spin()
+    assert client.states() == "dd"
+
+
+def test_a_short_tenant_is_served_after_one_pass_of_a_long_one(service):
+    trainer = service.trainer(token_budget=96)
+    long, short = service.client("a"), service.client("b")
+    trainer.spin()
+    for number in range(12):
+        long.submit(forward_backward(lengths=[60, 60, 60], seed=number))
+    trainer.engine.turn()
+    short.submit(forward_backward(lengths=[6], seed=1))
+    trainer.engine.turn()
+    assert short.states() == "dd"
+    assert long.states().count("p") >= 10
+
+
+def test_each_result_leaves_right_after_its_own_pass(service):
+    trainer, client = service.trainer(), service.client()
+    trainer.spin()
+    for number in range(3):
+        client.submit(forward_backward(seed=number))
+    for done in range(1, 4):
+        trainer.engine.turn()
+        assert client.states() == "d" + "d" * done + "p" * (3 - done)
+
+
+def test_an_idle_trainer_asks_the_store_once_a_look(service):
+    trainer = service.trainer()
+    service.client()
+    trainer.spin()
+    before = service.store.redis.info("commandstats")["cmdstat_evalsha"]["calls"]
+    for _ in range(10):
+        assert not trainer.engine.turn()
+    assert service.store.redis.info("commandstats")["cmdstat_evalsha"]["calls"] == before + 10
+
+
+class FlakyJournal:
+    """Loses the store for a while: before a commit is written, or right after."""
+
+    def __init__(self, journal, *, failures: int, written: bool) -> None:
+        self._journal = journal
+        self._failures = failures
+        self._written = written
+
+    def __getattr__(self, name):
+        return getattr(self._journal, name)
+
+    def commit(self, *args, **kwargs) -> None:
+        if self._failures:
+            self._failures -= 1
+            if self._written:
+                self._journal.commit(*args, **kwargs)
+            raise StoreUnavailable("the store does not answer")
+        self._journal.commit(*args, **kwargs)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_an_outcome_is_kept_and_committed_once_when_the_store_was_away(service, written):
+    trainer, client = service.trainer(), service.client()
+    trainer.spin()
+    trainer.engine._journal = FlakyJournal(service.journal, failures=1, written=written)
+    client.submit(forward_backward(seed=1))
+    client.submit(OptimStep())
+    trainer.spin()
+    assert client.states() == "ddd"
+    assert trainer.resident(client).moments.step == 1
+
+
+def test_threads_and_bells_serve_and_stop_hands_the_runs_back(service):
+    trainer, client = service.trainer(poll_s=30.0), service.client()
+    trainer.engine.start()
+    client.submit(forward_backward(seed=1))
+    trainer.engine.wake()
+    waiting = threading.Thread(target=trainer.engine.wait_for, args=("t", f"{client.run_id}:1"))
+    waiting.start()
+    waiting.join(10)
+    assert client.states() == "dd"
+    began = time.monotonic()
+    trainer.engine.release_waiters()
+    trainer.engine.stop()
+    assert time.monotonic() - began < 5
+    assert service.store.redis.hget(keys.run("t", client.run_id), "owner") == b""
+    assert service.journal.snapshot("t", client.run_id)[1] == 1
+    assert not service.store.redis.exists(keys.worker(trainer.name))
+
+
+def test_a_lost_lease_drops_every_run_and_a_new_one_goes_on(service):
+    trainer, client = service.trainer(), service.client()
+    client.submit(forward_backward(seed=1))
+    trainer.spin()
+    before = trainer.resident(client)
+    trainer.lease.mark_lost()
+    with pytest.raises(StaleOwner):
+        trainer.engine.turn()
+    assert trainer.engine._guarded(trainer.engine.turn) is False
+    client.submit(OptimStep())
+    trainer.spin()
+    assert client.states() == "ddd"
+    assert trainer.resident(client) is not before
+    assert json.loads(client.future(2).result)["metrics"]["step"] == 1
+
+
+def test_idle_runs_are_handed_back_and_come_again(service):
+    trainer, client, other = service.trainer(resident_bytes=1), service.client(), service.client()
+    client.submit(forward_backward(seed=1))
+    trainer.spin()
+    assert len(trainer.engine._residents) == 0
+    client.submit(OptimStep())
+    trainer.spin()
+    assert client.states() == "ddd" and other.states() == "d"
+
+
+class BrokenJournal(FlakyJournal):
+    """Raises what nobody expects, in the second commit of a pass."""
+
+    def commit(self, *args, **kwargs) -> None:
+        self._failures -= 1
+        if self._failures == 0:
+            raise ZeroDivisionError
+        self._journal.commit(*args, **kwargs)
+
+
+def test_a_run_whose_operation_ran_but_could_not_be_committed_is_rebuilt(service):
+    trainer, clients = service.trainer(token_budget=1000), [service.client(name) for name in "abc"]
+    trainer.spin()
+    trainer.engine._journal = BrokenJournal(service.journal, failures=2, written=False)
+    for client in clients:
+        client.submit(forward_backward(seed=1))
+    with pytest.raises(ZeroDivisionError):
+        trainer.engine.turn()
+    assert sorted(client.states() for client in clients) == ["dd", "dp", "dp"]
+    trainer.spin()
+    for client in clients:
+        client.submit(OptimStep())
+    trainer.spin()
+    norms = [client.answer(2)["metrics"]["grad_norm"] for client in clients]
+    assert norms == pytest.approx([norms[0]] * 3, rel=1e-4)
+
+
+def test_a_result_that_can_not_be_stored_fails_and_voids(service, monkeypatch):
+    trainer, client = service.trainer(), service.client()
+    trainer.spin()
+    commit = service.journal.commit
+
+    def full(lease, operation, outcome, *, token):
+        if outcome.error is None and operation.kind == "forward_backward":
+            raise OSError(28, "No space left on device")
+        commit(lease, operation, outcome, token=token)
+
+    monkeypatch.setattr(service.journal, "commit", full)
+    client.submit(forward_backward(seed=1))
+    client.submit(OptimStep())
+    trainer.spin()
+    assert client.states() == "dff"
+    assert client.future(1).category == "server" and "No space left" in client.future(1).error
+    assert "operation 1 failed" in client.future(2).error

@@ -1,0 +1,112 @@
+"""The policy of passes: order within a run, shares between tenants, no cost for a lone run."""
+
+import random
+
+import pytest
+
+from openrl.workers.trainer.passes import Pass, Pending, Planner, Queue
+
+
+def queue(run_id: str, *operations: tuple[str, int], tenant: str = "t", first: int = 1) -> Queue:
+    """Build a queue from (kind, tokens) pairs."""
+    pending = tuple(
+        Pending(kind=kind, seq_id=first + index, tokens=tokens) for index, (kind, tokens) in enumerate(operations)
+    )
+    return Queue(tenant=tenant, run_id=run_id, pending=pending)
+
+
+def names(chosen) -> list[tuple[str, int]]:
+    return [(item.run_id, item.seq_id) for item in chosen]
+
+
+def test_nothing_pending_gives_an_empty_pass():
+    assert Planner(token_budget=100).plan([]) == Pass()
+    assert Planner(token_budget=100).plan([queue("a")]) == Pass()
+
+
+def test_forwards_of_several_runs_share_a_pass_and_a_step_ends_a_runs_part():
+    fb = ("forward_backward", 10)
+    queues = [queue("a", fb, ("forward", 10), ("optim_step", 0), fb), queue("b", fb, ("optim_step", 0))]
+    plan = Planner(token_budget=100).plan(queues)
+    assert sorted(names(plan.packed)) == [("a", 1), ("a", 2), ("b", 1)]
+    assert plan.singles == ()
+
+
+def test_a_lone_run_gets_one_forward_at_a_time_whatever_has_arrived():
+    fb = ("forward_backward", 10)
+    few, many = queue("a", fb), queue("a", fb, fb, fb)
+    assert names(Planner(token_budget=100).plan([few]).packed) == [("a", 1)]
+    assert names(Planner(token_budget=100).plan([many]).packed) == [("a", 1)]
+
+
+def test_leading_singles_of_a_run_go_back_to_back_and_stop_before_a_forward():
+    queues = [queue("a", ("optim_step", 0), ("save_weights", 0), ("forward_backward", 10), ("optim_step", 0))]
+    plan = Planner(token_budget=10_000).plan(queues)
+    assert names(plan.singles) == [("a", 1), ("a", 2)]
+    assert plan.packed == ()
+
+
+def test_singles_of_one_run_and_forwards_of_another_are_in_one_pass():
+    queues = [queue("a", ("optim_step", 0)), queue("b", ("forward_backward", 10))]
+    plan = Planner(token_budget=10_000).plan(queues)
+    assert names(plan.singles) == [("a", 1)]
+    assert names(plan.packed) == [("b", 1)]
+
+
+def test_an_operation_over_the_budget_runs_by_itself():
+    plan = Planner(token_budget=100).plan([queue("a", ("forward", 5000)), queue("b", ("forward", 10))])
+    assert len(plan.packed) == 1
+
+
+def test_a_pass_stays_within_the_budget():
+    queues = [queue(name, ("forward", 60)) for name in "abcd"]
+    assert len(Planner(token_budget=130).plan(queues).packed) == 2
+
+
+def drive(planner: Planner, queues: dict[str, Queue]) -> list[list[tuple[str, int]]]:
+    """Plan until all is done; return the passes."""
+    passes = []
+    while any(item.pending for item in queues.values()):
+        plan = planner.plan([item for item in queues.values() if item.pending])
+        done = names(plan.singles) + names(plan.packed)
+        assert done
+        for run_id, seq_id in done:
+            head, *rest = queues[run_id].pending
+            assert head.seq_id == seq_id
+            queues[run_id] = Queue(tenant=queues[run_id].tenant, run_id=run_id, pending=tuple(rest))
+        passes.append(done)
+    return passes
+
+
+def test_a_short_tenant_waits_at_most_one_pass_for_a_long_one():
+    planner = Planner(token_budget=100)
+    long = queue("long", *[("forward_backward", 1000)] * 20, tenant="a")
+    assert names(planner.plan([long]).packed) == [("long", 1)]
+    rest = queue("long", *[("forward_backward", 1000)] * 19, tenant="a", first=2)
+    short = queue("short", *[("forward_backward", 10)] * 5, tenant="b")
+    passes = drive(planner, {"long": rest, "short": short})
+    assert passes[0] == [("short", seq) for seq in range(1, 6)]
+    assert len(passes) == 20
+
+
+def test_a_tenant_with_many_runs_gets_no_more_than_one_with_a_single_run():
+    runs = {f"a{index}": queue(f"a{index}", *[("forward", 50)] * 20, tenant="a") for index in range(10)}
+    runs["b"] = queue("b", *[("forward", 50)] * 20, tenant="b")
+    passes = drive(Planner(token_budget=100), runs)
+    last_of_b = max(index for index, done in enumerate(passes) if any(run == "b" for run, _ in done))
+    before = [run for done in passes[: last_of_b + 1] for run, _ in done]
+    assert before.count("b") == 20
+    assert abs(sum(run != "b" for run in before) - 20) <= 4
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_run_is_served_in_order_and_completely(seed):
+    draw = random.Random(seed)
+    kinds = ["forward", "forward_backward", "optim_step", "save_weights", "load_weights"]
+    queues = {}
+    for index in range(draw.randint(1, 6)):
+        operations = [(kind, draw.randint(1, 300)) for kind in draw.choices(kinds, k=draw.randint(1, 12))]
+        queues[f"r{index}"] = queue(f"r{index}", *operations, tenant=draw.choice("ab"))
+    total = sum(len(item.pending) for item in queues.values())
+    passes = drive(Planner(token_budget=200), queues)
+    assert sum(map(len, passes)) == total

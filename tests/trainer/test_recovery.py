@@ -1,0 +1,228 @@
+"""A run that another trainer takes over has the same bits, whatever moment the first one died in."""
+
+import pytest
+
+from openrl.tasks.errors import StaleOwner
+from openrl.tasks.messages import LoadWeights, OptimStep, SaveWeights
+from openrl.workers.trainer.work import Work
+from tests.trainer.bench import forward_backward
+from tests.trainer.test_device import bits, poisoned
+
+
+def script(client) -> list:
+    """What a client does, one message or refusal after the other; position 0 is the create."""
+    return [
+        lambda: client.submit(forward_backward(lengths=[40, 70, 11], seed=1)),
+        lambda: client.submit(forward_backward("ppo", [20, 20], seed=2)),
+        lambda: client.submit(OptimStep(learning_rate=0.01, weight_decay=0.1)),
+        lambda: client.submit(forward_backward(seed=3, forward=True)),
+        lambda: client.submit(forward_backward(seed=4)),
+        lambda: client.submit(SaveWeights(name="half")),
+        lambda: client.submit(poisoned()),
+        lambda: client.submit(forward_backward(seed=5)),
+        lambda: client.submit(OptimStep(learning_rate=0.01)),
+        lambda: client.submit(forward_backward("importance_sampling", [9], seed=6)),
+        lambda: client.submit(OptimStep(learning_rate=0.02, grad_clip_norm=0.5)),
+        lambda: client.refuse("forward_backward"),
+        lambda: client.submit(forward_backward(seed=7)),
+        lambda: client.submit(OptimStep()),
+        lambda: client.submit(forward_backward(seed=8)),
+        lambda: client.submit(OptimStep()),
+    ]
+
+
+def undisturbed(service) -> tuple[list[bytes], str]:
+    trainer, client = service.trainer(), service.client()
+    for act in script(client):
+        act()
+        trainer.spin()
+    result = bits(trainer.resident(client)), client.states()
+    trainer.die()
+    return result
+
+
+@pytest.mark.parametrize("graceful", [False, True], ids=["killed", "handed back"])
+@pytest.mark.parametrize("deaths", [(1,), (2,), (6,), (8,), (11,), (13,), (16,), (1, 5, 9, 14), tuple(range(17))])
+def test_a_run_that_changes_hands_ends_with_the_same_bits(service, deaths, graceful):
+    expected = undisturbed(service)
+    client, trainer = service.client(), service.trainer()
+    for position, act in enumerate(script(client)):
+        if position in deaths:
+            trainer.spin()
+            if graceful:
+                trainer.engine.hand_back_all()
+            trainer.die()
+            trainer = service.trainer()
+        act()
+    trainer.spin()
+    if len(script(client)) in deaths:
+        trainer.engine.hand_back_all() if graceful else None
+        trainer.die()
+        trainer = service.trainer()
+        client.submit(forward_backward(seed=1, forward=True))
+        trainer.spin()
+        assert (bits(trainer.resident(client)), client.states()[:-1]) == expected
+    else:
+        assert (bits(trainer.resident(client)), client.states()) == expected
+
+
+def test_a_pass_that_was_not_committed_is_done_once_by_the_next_owner(service):
+    expected = undisturbed(service)
+    client, trainer = service.client(), service.trainer()
+    acts = script(client)
+    for act in acts:
+        act()
+    for _ in range(9):
+        trainer.engine.turn()
+    slices = service.journal.take("tiny", trainer.lease)
+    operation = slices[0].operations[0]
+    trainer.device.execute(
+        [Work(run=trainer.resident(client), seq_id=operation.seq_id, message=forward_backward(seed=5))]
+    )
+    trainer.die()
+    second = service.trainer()
+    second.spin()
+    assert (bits(second.resident(client)), client.states()) == expected
+
+
+def test_the_first_owner_that_wakes_up_late_commits_nothing_and_drops_its_state(service):
+    client, first = service.client(), service.trainer()
+    first.spin()
+    client.submit(forward_backward(seed=1))
+    execute = first.device.execute
+
+    def slow(works):
+        outcomes = execute(works)
+        first.die()
+        service.second = service.trainer()
+        service.second.spin()
+        return outcomes
+
+    first.device.execute = slow
+    first.engine.turn()
+    assert client.states() == "dd"
+    assert len(first.engine._residents) == 0
+    client.submit(OptimStep())
+    assert first.engine.turn() is False or first.lease.lost
+    service.second.spin()
+    assert client.states() == "ddd"
+    assert service.second.resident(client).moments.step == 1
+
+
+def test_a_position_that_went_back_makes_the_worker_rebuild(service):
+    client, trainer = service.client(), service.trainer()
+    client.submit(forward_backward(seed=1))
+    trainer.spin()
+    run = trainer.resident(client)
+    run.applied += 1
+    client.submit(OptimStep())
+    trainer.spin()
+    assert trainer.resident(client) is not run
+    assert client.states() == "ddd"
+
+
+def test_a_snapshot_follows_a_step_when_enough_has_built_up_and_trims_the_journal(service):
+    client, trainer = service.client(), service.trainer(snapshot_operations=5)
+    for number in range(3):
+        client.submit(forward_backward(seed=number))
+        client.submit(OptimStep())
+    trainer.spin()
+    directory, applied = service.journal.snapshot("t", client.run_id)
+    assert applied == 4
+    history = service.journal.history("t", client.run_id, after=-1, upto=6)
+    assert [bool(operation.body) for operation in history] == [False] * 5 + [True] * 2
+    for number in range(3):
+        client.submit(forward_backward(seed=number))
+        client.submit(OptimStep())
+    trainer.spin()
+    assert service.journal.snapshot("t", client.run_id)[1] > applied
+    assert not (service.store.settings.data_dir / directory).exists()
+    before = bits(trainer.resident(client))
+    trainer.die()
+    second = service.trainer()
+    client.submit(forward_backward(seed=1, forward=True))
+    second.spin()
+    assert bits(second.resident(client)) == before
+
+
+def test_a_load_is_covered_by_a_snapshot_at_once(service):
+    client, trainer = service.client(), service.trainer()
+    client.submit(SaveWeights(name="start"))
+    trainer.spin()
+    checkpoint = service.registry.checkpoint("t", client.run_id, "weights/start")
+    client.submit(
+        LoadWeights(checkpoint_path=checkpoint.uri, checkpoint_dir=checkpoint.directory, with_optimizer=False)
+    )
+    trainer.spin()
+    assert service.journal.snapshot("t", client.run_id)[1] == 2
+    for path in (service.store.settings.data_dir / checkpoint.directory).iterdir():
+        path.unlink()
+    before = bits(trainer.resident(client))
+    trainer.die()
+    second = service.trainer()
+    client.submit(forward_backward(seed=1, forward=True))
+    second.spin()
+    assert bits(second.resident(client)) == before
+
+
+def test_a_run_that_only_was_created_leaves_no_files_when_handed_back(service):
+    client, trainer = service.client(), service.trainer()
+    trainer.spin()
+    trainer.engine.hand_back_all()
+    assert not list(service.store.settings.data_dir.rglob("*.safetensors"))
+    client.submit(forward_backward(seed=1))
+    trainer.spin()
+    assert client.states() == "dd"
+
+
+def test_a_run_that_can_not_be_rebuilt_waits_and_leaves_the_others_alone(service, caplog):
+    broken, other, trainer = service.client("a"), service.client("b"), service.trainer()
+    for client in (broken, other):
+        client.submit(forward_backward(seed=1))
+    trainer.spin()
+    trainer.engine.hand_back_all()
+    directory, _ = service.journal.snapshot("a", broken.run_id)
+    file = service.store.settings.data_dir / directory / "adapter_model.safetensors"
+    good = file.read_bytes()
+    file.write_bytes(good[:-1] + b"x")
+    for client in (broken, other):
+        client.submit(OptimStep())
+    trainer.spin()
+    assert (broken.states(), other.states()) == ("ddp", "ddd")
+    assert "adapter_model.safetensors" in caplog.text
+    file.write_bytes(good)
+    trainer.engine._doubtful.clear()
+    trainer.spin()
+    assert broken.states() == "ddd"
+
+
+def test_a_snapshot_by_a_stale_owner_does_not_count(service):
+    client, first = service.client(), service.trainer()
+    client.submit(forward_backward(seed=1))
+    first.spin()
+    run = first.resident(client)
+    first.die()
+    client.submit(OptimStep())
+    second = service.trainer()
+    second.spin()
+    with pytest.raises(StaleOwner):
+        first.recovery.snapshot(run, first.lease)
+    assert service.journal.snapshot("t", client.run_id) is None
+    assert not list(service.store.settings.data_dir.rglob("*.safetensors"))
+
+
+def test_a_body_that_is_lost_is_never_skipped_in_silence(service):
+    client, trainer = service.client(), service.trainer()
+    client.submit(forward_backward(lengths=[90], seed=1))
+    trainer.spin()
+    trainer.die()
+    spool = service.store.settings.data_dir / "spool"
+    spool.rename(spool.with_name("away"))
+    client.submit(OptimStep())
+    second = service.trainer()
+    second.spin()
+    assert service.futures.get("t", f"{client.run_id}:2").state == "pending"
+    spool.with_name("away").rename(spool)
+    second.engine._doubtful.clear()
+    second.spin()
+    assert client.states() == "ddd"

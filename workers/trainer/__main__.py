@@ -1,0 +1,87 @@
+"""A trainer process: `python -m openrl.workers.trainer --base NAME --name WORKER`.
+
+Builds the parts, binds the engine to this process's Celery tasks, serves until SIGTERM or SIGINT.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import replace
+
+import click
+import torch
+
+from openrl.tasks.doorbell import Waiter
+from openrl.tasks.errors import OpenRLError
+from openrl.tasks.futures import Completions
+from openrl.tasks.journal import Journal
+from openrl.tasks.ownership import Lease
+from openrl.tasks.process import die_with_parent
+from openrl.tasks.registry import Registry
+from openrl.tasks.settings import StoreSettings
+from openrl.tasks.store import Store
+from openrl.tasks.worker import serve
+from openrl.workers.model import loading
+from openrl.workers.trainer.checkpoints import Checkpoints
+from openrl.workers.trainer.device import Device
+from openrl.workers.trainer.engine import TrainerEngine
+from openrl.workers.trainer.recovery import Recovery
+from openrl.workers.trainer.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
+
+
+@click.command()
+@click.option("--base", required=True, help="Name of the base model to serve.")
+@click.option("--name", required=True, help="Name of this worker, unique in the service.")
+def main(base: str, name: str) -> None:
+    """Train LoRA runs of one base model."""
+    die_with_parent()
+    logging.basicConfig(
+        level=os.environ.get("OPENRL_LOG_LEVEL", "INFO"), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        store_settings, settings = StoreSettings.from_env(), TrainerSettings.from_env()
+        store = Store.connect(store_settings)
+        engine, slug = build(store, store_settings, settings, base=base, name=name)
+    except (OpenRLError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    sys.exit(serve(engine, store=store, family="train", slug=slug, name=name))
+
+
+def build(
+    store: Store, store_settings: StoreSettings, settings: TrainerSettings, *, base: str, name: str
+) -> tuple[TrainerEngine, str]:
+    """Load the base model and connect the parts; return the engine and the base model's slug."""
+    registry, journal = Registry(store), Journal(store)
+    model = registry.model(base)
+
+    def new_lease() -> Lease:
+        return Lease(store, name, "trainer", model.slug)
+
+    lease = new_lease()
+    torch.set_num_threads(settings.torch_threads or os.cpu_count() or 1)
+    loaded = loading.load(model.path)
+    log.info("loaded %s from %s: %s on %s", model.name, model.path, loaded.dtype, loaded.device)
+    budget = settings.token_budget or (16384 if loaded.device.type == "cuda" else 1024)
+    settings = replace(settings, token_budget=budget)
+    data_dir = store_settings.data_dir
+    checkpoints = Checkpoints(loaded, base_model=model.name, slug=model.slug, registry=registry, data_dir=data_dir)
+    device = Device(loaded, checkpoints, token_budget=settings.token_budget)
+    engine = TrainerEngine(
+        slug=model.slug,
+        journal=journal,
+        lease=lease,
+        new_lease=new_lease,
+        device=device,
+        recovery=Recovery(loaded, device, journal, base_model=model.name, data_dir=data_dir),
+        waiter=Waiter(store, Completions(store), worker_id=lambda: name),
+        settings=settings,
+    )
+    return engine, model.slug
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""Creating, loading and saving runs: the operations that touch files and the registry.
+
+Each function carries out one operation of one run and returns its outcome, or raises and has changed
+nothing. Registry rows are only returned: the journal's commit writes them, so a worker that lost the run
+can't register anything. Which run is whose, and in what order, was decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from openrl.tasks.errors import InvalidRequest, NotFound
+from openrl.tasks.journal import Outcome
+from openrl.tasks.messages import CreateModel, LoadWeights, SaveWeights, SaveWeightsForSampler
+from openrl.tasks.registry import Checkpoint, Registry, Sampler, checkpoint_row, sampler_row
+from openrl.workers.model.loading import LoadedModel
+from openrl.workers.model.lora import Adapter
+from openrl.workers.trainer import states
+from openrl.workers.trainer.runs import Run
+from openrl.workers.weights import layout
+from openrl.workers.weights.manifest import Manifest
+
+_SEQ_BITS = 31
+
+
+def version(token: int, seq_id: int) -> int:
+    """Return what tells this version of a name from every other: the claim's token, then the operation."""
+    return (token << _SEQ_BITS) | seq_id
+
+
+class Checkpoints:
+    """Carries out the operations for one base model."""
+
+    def __init__(self, loaded: LoadedModel, *, base_model: str, slug: str, registry: Registry, data_dir: Path) -> None:
+        self._loaded = loaded
+        self._base_model = base_model
+        self._slug = slug
+        self._registry = registry
+        self._data_dir = data_dir
+
+    def create(self, run: Run, message: CreateModel) -> Outcome:
+        """Give a new run its adapter: drawn from the seed, or a checkpoint's."""
+        if message.checkpoint_dir:
+            state = self._read(message.checkpoint_dir, with_optimizer=message.with_optimizer)
+            self._adopt(run, state)
+            result = {"type": "load_weights", "path": message.checkpoint_path, "model_id": run.run_id}
+        else:
+            self._draw(run, message)
+            result = {"type": "create_model", "model_id": run.run_id}
+        fields = {
+            "state": "ready",
+            "rank": str(run.weights().rank),
+            "train_attn": str(int(run.train_attn)),
+            "train_mlp": str(int(run.train_mlp)),
+            "train_unembed": str(int(run.train_unembed)),
+        }
+        return Outcome(result=_json(result), run_fields=fields)
+
+    def load(self, run: Run, message: LoadWeights) -> Outcome:
+        """Replace a run's weights by a checkpoint's, its moments too if asked (else they start anew).
+
+        Pending gradients are dropped: they belong to the weights that are gone.
+        """
+        mine = run.weights()
+        state = self._read(message.checkpoint_dir, with_optimizer=message.with_optimizer)
+        if (state.adapter.rank, state.adapter.targets) != (mine.rank, mine.targets):
+            raise InvalidRequest(
+                f"the checkpoint has rank {state.adapter.rank} on {len(state.adapter.targets)} modules, this run has "
+                f"rank {mine.rank} on {len(mine.targets)}; create a run from the checkpoint"
+            )
+        self._adopt(run, state)
+        return Outcome(result=_json({"type": "load_weights", "path": message.checkpoint_path, "model_id": run.run_id}))
+
+    def save(self, run: Run, message: SaveWeights, seq_id: int) -> Outcome:
+        """Write adapter, moments and step as the training checkpoint of a name."""
+        checkpoint_id = f"weights/{message.name}"
+        self._check_free(run, checkpoint_id, overwrite=message.overwrite)
+        directory = layout.weights_dir(run.tenant, run.run_id, message.name, version(run.token, seq_id))
+        written = self._write(directory, run, states.TRAINING)
+        checkpoint = self._checkpoint(run, checkpoint_id, directory, written, message)
+        return Outcome(
+            result=_json({"type": "save_weights", "path": checkpoint.uri}),
+            rows=(checkpoint_row(run.tenant, checkpoint),),
+        )
+
+    def save_for_sampler(self, run: Run, message: SaveWeightsForSampler, seq_id: int) -> Outcome:
+        """Write the adapter as a version for samplers: under a name, or for one new sampler alone."""
+        if message.sampler_id:
+            return self._save_ephemeral(run, message, seq_id)
+        return self._save_named(run, message, seq_id)
+
+    def _save_named(self, run: Run, message: SaveWeightsForSampler, seq_id: int) -> Outcome:
+        checkpoint_id = f"sampler_weights/{message.name}"
+        self._check_free(run, checkpoint_id, overwrite=message.overwrite)
+        directory = layout.sampler_dir(run.tenant, run.run_id, message.name, version(run.token, seq_id))
+        written = self._write(directory, run, states.SAMPLER)
+        checkpoint = self._checkpoint(run, checkpoint_id, directory, written, message)
+        result = {"type": "save_weights_for_sampler", "path": checkpoint.uri}
+        return Outcome(result=_json(result), rows=(checkpoint_row(run.tenant, checkpoint),))
+
+    def _save_ephemeral(self, run: Run, message: SaveWeightsForSampler, seq_id: int) -> Outcome:
+        session_id, _, number = message.sampler_id.rpartition(":sample:")
+        directory = layout.ephemeral_dir(run.tenant, run.run_id, int(number), version(run.token, seq_id))
+        self._write(directory, run, states.SAMPLER)
+        sampler = Sampler(
+            sampler_id=message.sampler_id,
+            session_id=session_id,
+            base_model=self._base_model,
+            slug=self._slug,
+            adapter_dir=directory,
+            run_id=run.run_id,
+            created=time.time(),
+        )
+        result = {"type": "save_weights_for_sampler", "sampling_session_id": message.sampler_id}
+        return Outcome(result=_json(result), rows=sampler_row(run.tenant, sampler))
+
+    def _draw(self, run: Run, message: CreateModel) -> None:
+        assert message.seed is not None, "the journal draws a seed where none was given"
+        run.adapter = Adapter.init(
+            self._loaded,
+            rank=message.rank,
+            seed=message.seed,
+            train_attn=message.train_attn,
+            train_mlp=message.train_mlp,
+            train_unembed=message.train_unembed,
+        )
+        run.train_attn, run.train_mlp, run.train_unembed = message.train_attn, message.train_mlp, message.train_unembed
+        run.seed = message.seed
+
+    def _read(self, directory: str, *, with_optimizer: bool) -> states.State:
+        path = layout.existing(self._data_dir, directory)
+        return states.read(path, self._loaded, base_model=self._base_model, with_optimizer=with_optimizer)
+
+    def _write(self, directory: str, run: Run, kind: str) -> Manifest:
+        path = layout.resolve(self._data_dir, directory)
+        return states.write(path, run, kind=kind, base_model=self._base_model)
+
+    def _adopt(self, run: Run, state: states.State) -> None:
+        run.adapter = state.adapter
+        run.moments = state.moments
+        run.train_attn, run.train_mlp = state.manifest.train_attn, state.manifest.train_mlp
+        run.train_unembed, run.seed = state.manifest.train_unembed, state.manifest.seed
+        run.drop_gradient()
+
+    def _check_free(self, run: Run, checkpoint_id: str, *, overwrite: bool) -> None:
+        try:
+            taken = self._registry.checkpoint(run.tenant, run.run_id, checkpoint_id)
+        except NotFound:
+            return
+        if not overwrite:
+            raise InvalidRequest(f"{taken.uri!r} exists already; save with overwrite=True or choose another name")
+
+    def _checkpoint(
+        self,
+        run: Run,
+        checkpoint_id: str,
+        directory: str,
+        written: Manifest,
+        message: SaveWeights | SaveWeightsForSampler,
+    ) -> Checkpoint:
+        now = time.time()
+        return Checkpoint(
+            run_id=run.run_id,
+            checkpoint_id=checkpoint_id,
+            kind=written.kind,
+            directory=directory,
+            size_bytes=written.size_bytes,
+            created=now,
+            base_model=self._base_model,
+            rank=written.rank,
+            train_attn=written.train_attn,
+            train_mlp=written.train_mlp,
+            train_unembed=written.train_unembed,
+            step=written.step,
+            has_optimizer=written.has_optimizer,
+            expires_at=None if message.ttl_seconds is None else now + message.ttl_seconds,
+            user_metadata=dict(message.user_metadata),
+        )
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value).encode()

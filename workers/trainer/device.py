@@ -1,0 +1,280 @@
+"""Carries out a list of operations of several runs on one base model. The trainer's torch side.
+
+Forwards of different runs, ranks, losses and settings share micro-batches; everything that reaches a run's
+state is per run: its gradients are computed apart, checked, and only then accumulated. An operation that
+fails leaves the others as if it had not been there. What runs when is decided in `passes`; order and
+once-only belong to the journal.
+
+Backward is for those who asked: operations without gradients go through the model in micro-batches of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrl.tasks.errors import InvalidRequest, StoreUnavailable
+from openrl.tasks.journal import Outcome
+from openrl.tasks.messages import (
+    CreateModel,
+    ForwardBackward,
+    LoadWeights,
+    OptimStep,
+    SaveWeights,
+    SaveWeightsForSampler,
+)
+from openrl.tasks.wire import codec
+from openrl.workers.model.attention import hidden_states, packed, positions
+from openrl.workers.model.loading import LoadedModel
+from openrl.workers.model.logprobs import target_logprobs
+from openrl.workers.model.lora import Segment, routing
+from openrl.workers.trainer.batch import Load, MicroBatch, Piece, micro_batches
+from openrl.workers.trainer.checkpoints import Checkpoints
+from openrl.workers.trainer.losses import LOSSES, merge
+from openrl.workers.trainer.optimizer import is_finite
+from openrl.workers.trainer.runs import Run
+from openrl.workers.trainer.work import Work, failed
+
+log = logging.getLogger(__name__)
+
+PROTOBUF = "application/x-protobuf"
+
+Gradients = dict[Run, list[Tensor]]
+
+
+class Device:
+    """One base model and what is done with it."""
+
+    def __init__(self, loaded: LoadedModel, checkpoints: Checkpoints, *, token_budget: int) -> None:
+        self._loaded = loaded
+        self._checkpoints = checkpoints
+        self._token_budget = token_budget
+
+    def execute(self, works: Sequence[Work]) -> list[Outcome]:
+        """Carry out the operations, in order for each run; neighbouring forwards go together.
+
+        Raises:
+            StoreUnavailable: the registry could not be asked; that operation changed nothing.
+        """
+        outcomes: list[Outcome] = []
+        for is_packed, group in groupby(works, key=lambda work: work.packed):
+            neighbours = list(group)
+            outcomes += self._forwards(neighbours) if is_packed else map(self._single, neighbours)
+        return outcomes
+
+    # one at a time
+
+    def _single(self, work: Work) -> Outcome:
+        try:
+            return self._dispatch(work)
+        except StoreUnavailable:
+            raise
+        except Exception as error:
+            outcome = failed(work, error)
+        if isinstance(work.message, CreateModel):
+            work.run.failure = outcome.error or ""
+            return Outcome(error=outcome.error, category=outcome.category, run_fields={"state": "failed"})
+        return outcome
+
+    def _dispatch(self, work: Work) -> Outcome:
+        run, message = work.run, work.message
+        if isinstance(message, CreateModel):
+            return self._checkpoints.create(run, message)
+        run.weights()
+        if isinstance(message, OptimStep):
+            return Outcome(result=json.dumps({"type": "optim_step", "metrics": run.step(message)}).encode())
+        if isinstance(message, SaveWeights):
+            return self._checkpoints.save(run, message, work.seq_id)
+        if isinstance(message, SaveWeightsForSampler):
+            return self._checkpoints.save_for_sampler(run, message, work.seq_id)
+        if isinstance(message, LoadWeights):
+            return self._checkpoints.load(run, message)
+        raise InvalidRequest(f"a trainer doesn't carry out {work.kind!r}")
+
+    # forwards, together
+
+    def _forwards(self, works: list[Work]) -> list[Outcome]:
+        """Run forwards in one pass. One that breaks it is found by running each of them alone."""
+        try:
+            shares = [_Share(work) for work in works]
+            gradients = self._compute([share for share in shares if not share.error])
+        except Exception as error:
+            if len(works) == 1:
+                return [_fail(works[0], failed(works[0], error))]
+            log.warning("a pass of %d operations broke (%s); running them one by one", len(works), type(error).__name__)
+            return [outcome for work in works for outcome in self._forwards([work])]
+        suspects = self._settle(shares, gradients)
+        if suspects:
+            return [self._forwards([share.work])[0] if share in suspects else share.outcome() for share in shares]
+        return [share.outcome() for share in shares]
+
+    def _compute(self, shares: list[_Share]) -> Gradients:
+        """Fill in every share's results and return each run's gradient. Touches no run."""
+        gradients: Gradients = {}
+        for trains in (False, True):
+            chosen = [share for share in shares if share.trains is trains]
+            loads = [Load(owner=share.run, data=share.message.data) for share in chosen]
+            for batch in micro_batches(loads, token_budget=self._token_budget, device=self._loaded.device):
+                with torch.set_grad_enabled(trains):
+                    losses = self._losses(batch, chosen)
+                if trains and losses:
+                    _backward(losses, gradients)
+        return gradients
+
+    def _losses(self, batch: MicroBatch, shares: list[_Share]) -> list[tuple[Run, Tensor]]:
+        """Run one micro-batch; return the finite losses with their runs."""
+        losses = []
+        for piece, logprobs in zip(batch.pieces, self._logprobs(batch, shares), strict=True):
+            share = shares[piece.load]
+            total = share.add(piece, logprobs)
+            if total is not None:
+                losses.append((share.run, total))
+        return losses
+
+    def _logprobs(self, batch: MicroBatch, shares: list[_Share]) -> list[Tensor]:
+        """Return the log-probability of every target, piece by piece."""
+        loaded = self._loaded
+        adapters = [shares[piece.load].run.weights() for piece in batch.pieces]
+        segments = [
+            Segment(piece.start, piece.stop, adapter) for piece, adapter in zip(batch.pieces, adapters, strict=True)
+        ]
+        with packed(batch.lengths), routing(segments):
+            hidden_TD = hidden_states(loaded, batch.tokens, positions(batch.lengths, loaded.device))
+        heads = [adapter.factors(loaded.head_name) for adapter in adapters]
+        # Neighbours with one head and one number of targets a position are one product.
+        sameness = [
+            (id(adapter) if head is not None else None, piece.targets.shape[1:])
+            for piece, adapter, head in zip(batch.pieces, adapters, heads, strict=True)
+        ]
+        groups = [list(group) for _, group in groupby(range(len(batch.pieces)), key=sameness.__getitem__)]
+        sizes = [[batch.pieces[index].targets.shape[0] for index in group] for group in groups]
+        logprobs: list[Tensor] = []
+        for group, rows, hidden_SD in zip(groups, sizes, hidden_TD.split([sum(rows) for rows in sizes]), strict=True):
+            targets = torch.cat([batch.pieces[index].targets for index in group])
+            together = target_logprobs(hidden_SD, loaded.head, targets, lora=heads[group[0]])
+            logprobs += together.split(rows)
+        return logprobs
+
+    def _settle(self, shares: list[_Share], gradients: Gradients) -> list[_Share]:
+        """Bring each run's gradient into the run, or void it; return shares of which one is guilty of a bad sum."""
+        suspects: list[_Share] = []
+        for share in shares:
+            if share.error and share.trains:
+                share.run.make_void(share.work.seq_id, share.error)
+        for run, gradient in gradients.items():
+            mine = [share for share in shares if share.run is run and share.trains]
+            if any(share.error for share in mine):
+                continue
+            if is_finite(gradient):
+                run.accumulate(gradient)
+            elif len(mine) == 1:
+                mine[0].error = _bad_gradient(run, gradient)
+                run.make_void(mine[0].work.seq_id, mine[0].error)
+            else:
+                suspects += mine
+        return suspects
+
+
+@dataclass(slots=True, eq=False)
+class _Share:
+    """What one forward of a pass has come to so far."""
+
+    work: Work
+    error: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    logprobs: list[np.ndarray | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.logprobs = [None] * len(self.message.data)
+        try:
+            self.run.weights()
+        except InvalidRequest as error:
+            self.error = str(error)
+
+    @property
+    def run(self) -> Run:
+        return self.work.run
+
+    @property
+    def message(self) -> ForwardBackward:
+        return cast(ForwardBackward, self.work.message)
+
+    @property
+    def trains(self) -> bool:
+        return self.work.kind == ForwardBackward.kind
+
+    def add(self, piece: Piece, logprobs: Tensor) -> Tensor | None:
+        """Take in the results of one piece; return its loss, None if this operation has failed."""
+        if self.error:
+            return None
+        loss = LOSSES[self.message.loss_fn](logprobs, piece.inputs, self.message.loss_fn_config)
+        values = logprobs.detach()
+        self.error = _not_finite("log-probability", values, piece, values) or _not_finite(
+            "loss", loss.per_token.detach(), piece, values
+        )
+        if self.error:
+            return None
+        total = loss.total
+        merge(self.metrics, {"loss:sum": total.item(), **loss.metrics})
+        array = values.cpu().numpy()
+        for span in piece.spans:
+            self.logprobs[span.datum] = array[span.start - piece.start : span.stop - piece.start]
+        return total
+
+    def outcome(self) -> Outcome:
+        if self.error:
+            return Outcome(error=self.error, category="user")
+        arrays = [cast(np.ndarray, array) for array in self.logprobs]
+        return Outcome(result=codec.encode_forward_backward_output(arrays, self.metrics), content_type=PROTOBUF)
+
+
+def _backward(losses: list[tuple[Run, Tensor]], gradients: Gradients) -> None:
+    """Add the gradients of one micro-batch; no tensor of a run gets a `.grad`."""
+    runs = list(dict.fromkeys(run for run, _ in losses))
+    parameters = [run.weights().parameters() for run in runs]
+    flat = [tensor for tensors in parameters for tensor in tensors]
+    total = torch.stack([loss for _, loss in losses]).sum()
+    grads = iter(torch.autograd.grad(total, flat, allow_unused=True))
+    for run, tensors in zip(runs, parameters, strict=True):
+        mine = [torch.zeros_like(t) if (grad := next(grads)) is None else grad for t in tensors]
+        if run in gradients:
+            torch._foreach_add_(gradients[run], mine)
+        else:
+            gradients[run] = mine
+
+
+def _fail(work: Work, outcome: Outcome) -> Outcome:
+    if work.kind == ForwardBackward.kind:
+        work.run.make_void(work.seq_id, outcome.error or "")
+    return outcome
+
+
+def _not_finite(what: str, values: Tensor, piece: Piece, logprobs: Tensor) -> str:
+    """Say which value isn't finite, with what it was computed from; empty when all are."""
+    if bool(values.isfinite().all()):
+        return ""
+    at = tuple(int(index) for index in (~values.isfinite()).nonzero()[0])
+    datum, position = piece.locate(at[0])
+    column = f", target {at[1]}" if len(at) > 1 else ""
+    inputs = "".join(f", {name} {float(tensor[at])!r}" for name, tensor in piece.inputs.items())
+    return (
+        f"the {what} is not finite ({float(values[at])}) at data[{datum}], position {position}{column} "
+        f"(log-probability {float(logprobs[at])!r}{inputs}); nothing was accumulated"
+    )
+
+
+def _bad_gradient(run: Run, gradient: list[Tensor]) -> str:
+    for (name, _), tensor in zip(run.weights().named_parameters(), gradient, strict=True):
+        bad = tensor[~tensor.isfinite()]
+        if bad.numel():
+            return f"the gradient is not finite ({float(bad[0])}) at {name}; nothing was accumulated"
+    return f"the gradient is not finite ({math.nan}); nothing was accumulated"

@@ -1,0 +1,81 @@
+"""The trainer's settings: read from the environment once, in `__main__`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Self
+
+PREFIX = "OPENRL_TRAINER_"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSettings:
+    """Each field is read from OPENRL_TRAINER_<NAME>, but `torch_threads` from OPENRL_TORCH_THREADS."""
+
+    token_budget: int = 0
+    """Tokens of one micro-batch and of one pass: bounds activation memory, and how long others wait for a pass.
+
+    0 means 1024 on a CPU, where more is no faster (1.8 MB of activations a token for a model of 135M parameters),
+    and 16384 on a GPU.
+    """
+
+    torch_threads: int = 0
+    """Threads of torch on a CPU; 0 means all cores. Fewer where a sampler shares the machine."""
+
+    poll_s: float = 0.25
+    """How often an idle trainer looks into the journal when no doorbell has rung, in seconds."""
+
+    max_runs: int = 256
+    """Runs looked at in one go."""
+
+    max_operations: int = 8
+    """Operations of one run looked at in one go; their bodies are read again for every pass."""
+
+    max_bytes: int = 256 << 20
+    """Bodies looked at in one go. Where a few runs' operations fill it, the runs behind them wait."""
+
+    snapshot_operations: int = 256
+    """A recovery snapshot follows the step after this many operations: bounds what a takeover repeats."""
+
+    snapshot_bytes: int = 256 << 20
+    """... or after this many bytes of operations: bounds what the journal keeps."""
+
+    snapshot_s: float = 300.0
+    """... or after this long, in seconds. A snapshot writes about four times the adapter."""
+
+    resident_bytes: int = 8 << 30
+    """Above this, runs that nothing waits for are handed back, longest idle first."""
+
+    idle_s: float = 900.0
+    """A run without operations for this long is handed back, in seconds."""
+
+    stop_s: float = 8.0
+    """When stopping, no further run is handed back after this many seconds; takeover rebuilds those left."""
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense before anything is loaded."""
+        for spec in fields(self):
+            least = 0 if spec.name in ("torch_threads", "token_budget") else 1 if spec.type == "int" else 1e-3
+            value = getattr(self, spec.name)
+            if not least <= value < float("inf"):
+                raise ValueError(f"{_variable(spec.name)} must be at least {least}, not {value}")
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> Self:
+        """Read the settings. Raises ValueError naming the variable to mend."""
+        values: dict[str, float] = {}
+        for spec in fields(cls):
+            text = env.get(_variable(spec.name), "")
+            if not text:
+                continue
+            try:
+                values[spec.name] = int(text) if spec.type == "int" else float(text)
+            except ValueError:
+                raise ValueError(f"{_variable(spec.name)} must be a number, not {text!r}") from None
+        return cls(**values)  # type: ignore[arg-type]  # each value was read as its field's own type
+
+
+def _variable(name: str) -> str:
+    return "OPENRL_TORCH_THREADS" if name == "torch_threads" else PREFIX + name.upper()

@@ -1,0 +1,50 @@
+"""What the engine asks the device to do, and how failures become outcomes.
+
+Contract only: an operation of a resident run in, an outcome out. Knows neither torch nor the store.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from dataclasses import dataclass
+
+from openrl.tasks.errors import OpenRLError
+from openrl.tasks.journal import Outcome
+from openrl.tasks.messages import Message
+from openrl.workers.trainer.passes import FORWARDS
+from openrl.workers.trainer.runs import Run
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One operation of one run."""
+
+    run: Run
+    seq_id: int
+    message: Message
+
+    @property
+    def kind(self) -> str:
+        """The operation's name."""
+        return self.message.kind
+
+    @property
+    def packed(self) -> bool:
+        """Whether it shares a forward with others."""
+        return self.kind in FORWARDS
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.run.run_id}:{self.seq_id}"
+
+
+def failed(what: object, error: Exception) -> Outcome:
+    """Turn an exception into a failed outcome: the caller's mistake in full, ours as an id and a line in the log."""
+    if isinstance(error, OpenRLError):
+        return Outcome(error=str(error), category="user")
+    error_id = secrets.token_hex(4)
+    log.error("error %s in %s", error_id, what, exc_info=error)
+    cause = error.strerror if isinstance(error, OSError) and error.strerror else "internal error"
+    return Outcome(error=f"{cause} (error id {error_id}); an operator finds it in the trainer's log", category="server")
