@@ -1,0 +1,213 @@
+"""The engine thread on a real store, with a runner that counts in place of a model."""
+
+import threading
+import time
+
+import pytest
+
+from openrl.tasks import keys
+from openrl.tasks.doorbell import Waiter
+from openrl.tasks.errors import OperationFailed
+from openrl.tasks.futures import Completions, Futures
+from openrl.tasks.journal import Journal
+from openrl.tasks.messages import Sample
+from openrl.tasks.ownership import Lease
+from openrl.tasks.registry import Registry
+from openrl.tasks.wire import codec
+from openrl.workers.sampler.engine import SamplerEngine
+from openrl.workers.sampler.requests import Finished, Limits, Result
+
+SLUG = "tiny"
+LIMITS = Limits(vocab_size=100, max_context=64, cache_tokens=64, eos_token_ids=(7,))
+
+
+class Counter:
+    """Counts `max_new` steps for each request; the token 13 in a prompt makes every step fail."""
+
+    def __init__(self, num_slots=4):
+        self.num_slots = num_slots
+        self.left = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.most = 0
+
+    @property
+    def room(self):
+        return self.num_slots - len(self.left)
+
+    @property
+    def requests(self):
+        return [request for request, _ in self.left.values()]
+
+    def add(self, request):
+        self.left[request.job.request_id] = [request, request.max_new]
+        self.most = max(self.most, len(self.left))
+
+    def step(self):
+        self.gate.wait(10)
+        if any(13 in request.prompt for request in self.requests):
+            raise RuntimeError("secret detail")
+        for entry in self.left.values():
+            entry[1] -= 1
+        ended = [request for request, left in self.left.values() if not left]
+        for request in ended:
+            del self.left[request.job.request_id]
+        return [Finished(request=request, result=drawn(request)) for request in ended]
+
+    def drop_all(self):
+        self.left.clear()
+
+
+def drawn(request):
+    one = codec.SampledSequence(tokens=[1] * request.max_new, logprobs=[-1.0] * request.max_new, stop_reason="length")
+    return Result(sequences=[one] * request.num_samples)
+
+
+@pytest.fixture
+def serve(store):
+    """Start engines, each with its runner, that are stopped at the end."""
+    running = []
+
+    def begin(runner=None, name="sampler-1"):
+        def new_lease():
+            return Lease(store, name, kind="sampler", slug=SLUG)
+
+        completions = Completions(store)
+        waiter = Waiter(store, completions, worker_id=lambda: name)
+        engine = SamplerEngine(
+            runner or Counter(), Journal(store), waiter,
+            lease=new_lease(), new_lease=new_lease, slug=SLUG, limits=LIMITS, poll_s=0.05, stop_s=2.0,
+        )  # fmt: skip
+        engine.start()
+        running.append((engine, completions))
+        return engine
+
+    yield begin
+    for engine, completions in running:
+        engine.release_waiters()
+        engine.stop()
+        completions.close()
+
+
+@pytest.fixture
+def submit(store):
+    """Submit samples of a tenant; returns their request ids."""
+    samplers, numbers = {}, iter(range(1000))
+
+    def send(tenant="local", **fields):
+        if tenant not in samplers:
+            session = Registry(store).create_session(tenant)
+            samplers[tenant] = Registry(store).create_sampler(
+                tenant, session_id=session.session_id, seq=0, base_model="Tiny", slug=SLUG
+            )
+        message = Sample(**({"adapter_dir": "", "prompt": (1, 2), "num_samples": 1, "max_tokens": 3} | fields))
+        return Journal(store).submit_sample(tenant, samplers[tenant], next(numbers), message).request_id
+
+    return send
+
+
+def shown(store):
+    return store.redis.hgetall(keys.worker("sampler-1"))
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it doesn't happen"
+        time.sleep(0.01)
+
+
+def ended(store, request_id, tenant="local"):
+    deadline = time.monotonic() + 10
+    while (future := Futures(store).get(tenant, request_id)).state == "pending":
+        assert time.monotonic() < deadline, "the sample doesn't end"
+        time.sleep(0.01)
+    return future
+
+
+def test_a_submitted_sample_is_drawn_and_its_result_is_protobuf(store, serve, submit):
+    serve()
+    future = ended(store, submit(num_samples=2, max_tokens=5))
+    assert (future.state, future.content_type) == ("done", "application/x-protobuf")
+    sequences = codec.sample_response_to_json(future.result)["sequences"]
+    assert [one["tokens"] for one in sequences] == [[1] * 5] * 2
+
+
+def test_a_shorter_sample_is_committed_before_a_longer_one_ends(store, serve, submit):
+    runner = Counter()
+    runner.gate.clear()
+    serve(runner)
+    long, short = submit(max_tokens=50), submit(max_tokens=2)
+    wait_until(lambda: len(runner.left) == 2)
+    runner.gate.set()
+    assert ended(store, short).finished <= ended(store, long).finished
+
+
+def test_no_more_is_taken_than_there_is_room_for_and_all_of_it_is_served(store, serve, submit):
+    requests = [submit() for _ in range(20)]
+    runner = Counter(num_slots=3)
+    serve(runner)
+    assert {ended(store, request_id).state for request_id in requests} == {"done"}
+    assert runner.most == 3
+
+
+def test_a_sample_that_cannot_be_run_fails_as_the_users_fault_and_others_go_on(store, serve, submit):
+    serve()
+    bad, good = submit(prompt=(500,)), submit()
+    future = ended(store, bad)
+    assert (future.state, future.category) == ("failed", "user") and "vocabulary" in future.error
+    assert ended(store, good).state == "done"
+
+
+def test_a_broken_step_fails_its_batch_with_an_error_id_and_the_engine_goes_on(store, serve, submit, caplog):
+    serve()
+    future = ended(store, submit(prompt=(13,)))
+    assert (future.state, future.category) == ("failed", "server")
+    assert "secret detail" not in future.error
+    error_id = future.error.split("error ")[1][:8]
+    assert error_id in caplog.text and "secret detail" in caplog.text
+    assert ended(store, submit()).state == "done"
+
+
+def test_stop_gives_unfinished_samples_back_within_its_bound_and_another_sampler_draws_them(store, serve, submit):
+    stuck = Counter()
+    stuck.gate.clear()
+    first = serve(stuck)
+    request_id = submit(max_tokens=4)
+    wait_until(lambda: stuck.left)
+    started = time.monotonic()
+    first.stop()
+    assert time.monotonic() - started < 5
+    serve(name="sampler-2")
+    assert ended(store, request_id).state == "done"
+    stuck.gate.set()
+
+
+def test_a_lost_lease_drops_everything_and_a_new_one_draws_it_again(store, serve, submit):
+    runner = Counter()
+    runner.gate.clear()
+    engine = serve(runner)
+    request_id = submit(max_tokens=4)
+    wait_until(lambda: runner.left)
+    before = engine.lease
+    before.mark_lost()
+    runner.gate.set()
+    assert ended(store, request_id).state == "done"
+    assert engine.lease is not before and engine.lease.generation != before.generation
+
+
+def test_waiting_for_a_failed_sample_raises_its_error(store, serve, submit):
+    engine = serve()
+    with pytest.raises(OperationFailed, match="vocabulary"):
+        engine.wait_for("local", submit(prompt=(500,)))
+
+
+def test_the_worker_shows_as_busy_while_it_draws_and_ready_when_not(store, serve, submit):
+    runner = Counter()
+    runner.gate.clear()
+    serve(runner)
+    request_id = submit()
+    wait_until(lambda: shown(store)[b"state"] == b"busy")
+    runner.gate.set()
+    ended(store, request_id)
+    wait_until(lambda: shown(store)[b"state"] == b"ready")

@@ -1,0 +1,131 @@
+"""`python -m openrl.workers.sampler --base NAME --name WORKER`: build, bind, serve."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from transformers import AutoTokenizer
+
+from openrl.tasks.doorbell import Waiter
+from openrl.tasks.errors import InvalidRequest, OpenRLError
+from openrl.tasks.futures import Completions
+from openrl.tasks.journal import Journal
+from openrl.tasks.ownership import Lease
+from openrl.tasks.process import die_with_parent
+from openrl.tasks.registry import Registry
+from openrl.tasks.settings import StoreSettings
+from openrl.tasks.store import Store
+from openrl.tasks.worker import serve
+from openrl.workers.model.loading import LoadedModel, load
+from openrl.workers.sampler.engine import SamplerEngine
+from openrl.workers.sampler.requests import Limits
+from openrl.workers.sampler.settings import SamplerSettings
+from openrl.workers.sampler.stops import Decode
+from openrl.workers.sampler.torch_engine import TorchEngine
+from openrl.workers.sampler.versions import Versions
+from openrl.workers.weights import layout, manifest
+from openrl.workers.weights.adapter import Adapter, load_adapter
+
+
+def tokenizer_of(path: str) -> Decode:
+    """Return a decoder that reads the tokenizer in `path` when it is first needed; special tokens stay."""
+
+    @functools.cache
+    def tokenizer() -> Any:
+        try:
+            return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except Exception as failure:
+            raise InvalidRequest("this base model has no readable tokenizer: use stop tokens, not strings") from failure
+
+    def decode(tokens: Sequence[int]) -> str:
+        return tokenizer().decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    return decode
+
+
+def version_loader(data_dir: Path, loaded: LoadedModel) -> Callable[[str], Adapter]:
+    """Return what loads a version by its directory, digests compared first."""
+
+    def load_version(directory: str) -> Adapter:
+        path = layout.existing(data_dir, directory)
+        manifest.verify(path)
+        return load_adapter(path, loaded)
+
+    return load_version
+
+
+def runner(model_path: str, data_dir: Path, settings: SamplerSettings) -> tuple[TorchEngine, Limits]:
+    """Load the base model and return what draws from it, and what it can take."""
+    loaded = load(model_path)
+    versions = Versions(version_loader(data_dir, loaded), max_idle=settings.versions)
+    engine = TorchEngine(
+        loaded,
+        versions,
+        tokenizer_of(loaded.tokenizer_path),
+        num_slots=settings.slots,
+        kv_tokens=settings.kv_tokens,
+        prefill_tokens=settings.prefill_tokens,
+    )
+    limits = Limits(
+        vocab_size=loaded.vocab_size,
+        max_context=loaded.max_context,
+        cache_tokens=settings.kv_tokens,
+        eos_token_ids=loaded.eos_token_ids,
+    )
+    return engine, limits
+
+
+def build(base: str, name: str, store: Store, settings: SamplerSettings) -> SamplerEngine:
+    """Return the engine of a base model, not yet started. Its lease stands while the model is loaded."""
+    model = Registry(store).model(base)
+
+    def new_lease() -> Lease:
+        return Lease(store, name, kind="sampler", slug=model.slug)
+
+    lease = new_lease()
+    try:
+        torch_engine, limits = runner(model.path, store.settings.data_dir, settings)
+    except BaseException:
+        lease.close()
+        raise
+    return SamplerEngine(
+        torch_engine,
+        Journal(store),
+        Waiter(store, Completions(store), worker_id=lambda: name),
+        lease=lease,
+        new_lease=new_lease,
+        slug=model.slug,
+        limits=limits,
+        poll_s=settings.poll_s,
+        stop_s=settings.stop_s,
+    )
+
+
+@click.command()
+@click.option("--base", required=True, help="Name of the base model, as it is registered.")
+@click.option("--name", required=True, help="Name of this worker, unique among those that run.")
+def main(base: str, name: str) -> None:
+    """Serve the samples of one base model until SIGTERM."""
+    die_with_parent()
+    logging.basicConfig(level=os.environ.get("OPENRL_LOG_LEVEL", "INFO"))
+    try:
+        store = Store.connect(StoreSettings.from_env())
+        settings = SamplerSettings.from_env()
+        if threads := os.environ.get("OPENRL_TORCH_THREADS"):
+            torch.set_num_threads(int(threads))
+        engine = build(base, name, store, settings)
+    except (OpenRLError, ValueError) as failure:
+        raise SystemExit(f"the sampler can't start: {failure}") from failure
+    sys.exit(serve(engine, store=store, family="sample", slug=engine.slug, name=name))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""The thread between the journal's waiting set and the model.
+
+It takes what there is room for, lets the runner advance by a step, and commits whatever ended at once. A
+request lives in the waiting set until it is committed: whatever happens here, it is drawn again elsewhere, to
+the same tokens, as its seed is journaled. Knows no torch: the runner is whatever can `add` and `step`.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from openrl.tasks.doorbell import Waiter
+from openrl.tasks.errors import InvalidRequest, StaleOwner, StoreUnavailable
+from openrl.tasks.journal import Journal, Outcome, SampleJob
+from openrl.tasks.ownership import Lease
+from openrl.workers.sampler.requests import Finished, Limits, Request, read, write
+
+log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """What draws; `openrl.workers.sampler.torch_engine` is one."""
+
+    @property
+    def room(self) -> int:
+        """How many more requests it can take now."""
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        """What it has not finished."""
+
+    def add(self, request: Request) -> None:
+        """Take a request in."""
+
+    def step(self) -> list[Finished]:
+        """Advance, and return what ended."""
+
+    def drop_all(self) -> None:
+        """Forget all requests."""
+
+
+class SamplerEngine:
+    """Serves one base model's samples. All but the thread's own methods may be called from any thread."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        journal: Journal,
+        waiter: Waiter,
+        *,
+        lease: Lease,
+        new_lease: Callable[[], Lease],
+        slug: str,
+        limits: Limits,
+        poll_s: float = 0.25,
+        stop_s: float = 5.0,
+    ) -> None:
+        """`new_lease` is called when `lease` was lost; `stop_s` bounds how long `stop` waits for a step."""
+        self.lease = lease
+        self._runner = runner
+        self._journal = journal
+        self._waiter = waiter
+        self._new_lease = new_lease
+        self.slug = slug
+        self._limits = limits
+        self._poll_s = poll_s
+        self._stop_s = stop_s
+        self._woken = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="sampler-engine", daemon=True)
+        self._uncommitted: deque[tuple[SampleJob, Outcome]] = deque()
+        self._take_at = 0.0
+        self._busy = False
+
+    def start(self) -> None:
+        """Begin to look for samples."""
+        self.lease.set_state("ready")
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Look at the waiting set now."""
+        self._woken.set()
+
+    def wait_for(self, tenant: str, request_id: str) -> None:
+        """Wait until a sample has ended; raises OperationFailed when it failed."""
+        self._waiter.wait_for(tenant, request_id)
+
+    def release_waiters(self) -> None:
+        """Let every `wait_for` return."""
+        self._waiter.release()
+
+    def stop(self) -> None:
+        """Take nothing more, let the running step end, and give unfinished samples back to the waiting set."""
+        self._stopping.set()
+        self._woken.set()
+        self.lease.set_state("stopping")
+        if self._thread.is_alive():
+            self._thread.join(self._stop_s)
+        try:
+            self._journal.requeue_samples(self.lease)
+        except (StoreUnavailable, StaleOwner) as failure:
+            log.warning("unfinished samples return when the lease ends: %s", failure)
+        self.lease.close()
+
+    def _loop(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._turn()
+            except StoreUnavailable as failure:
+                log.warning("%s", failure)
+                self._stopping.wait(self._poll_s)
+            except Exception:
+                # Nothing may end this thread: what it holds would hang. Samples are safe in the waiting set.
+                log.exception("a turn of the engine failed")
+                self._stopping.wait(self._poll_s)
+
+    def _turn(self) -> None:
+        """Take what there is room for, advance by a step, commit what ended."""
+        if self.lease.lost:
+            self._start_over()
+        self._commit()
+        if self._runner.room and (self._woken.is_set() or time.monotonic() >= self._take_at):
+            self._take()
+        self._show(busy=bool(self._runner.requests))
+        if not self._runner.requests:
+            self._woken.wait(max(0.0, self._take_at - time.monotonic()))
+            return
+        self._uncommitted.extend((one.request.job, _outcome(one)) for one in self._step())
+        self._commit()
+
+    def _take(self) -> None:
+        """Bring waiting samples in; one that can't be run is answered at once."""
+        self._woken.clear()
+        self._take_at = time.monotonic() + self._poll_s
+        room = self._runner.room
+        jobs = self._journal.take_samples(self.slug, self.lease, limit=room)
+        if len(jobs) >= room:
+            self._take_at = 0.0
+        for job in jobs:
+            try:
+                self._runner.add(read(job, self._limits))
+            except InvalidRequest as failure:
+                self._uncommitted.append((job, Outcome(error=str(failure), category="user")))
+            except Exception as failure:
+                self._uncommitted.append((job, _unexpected(failure, job)))
+        self._commit()
+
+    def _step(self) -> list[Finished]:
+        """Advance the runner; if its own bookkeeping broke, nothing in it can be trusted and all of it ends."""
+        try:
+            return self._runner.step()
+        except Exception as failure:
+            lost = list(self._runner.requests)
+            error_id = _logged(failure, f"the step of {len(lost)} requests")
+            self._runner.drop_all()
+            return [
+                Finished(request=request, error=f"the sampler failed; its log tells why (error {error_id}); try again")
+                for request in lost
+            ]
+
+    def _commit(self) -> None:
+        """Commit what ended; while the store doesn't answer, it stays here."""
+        while self._uncommitted:
+            job, outcome = self._uncommitted[0]
+            try:
+                self._journal.commit_sample(self.lease, job, outcome)
+            except StaleOwner:
+                log.warning("sample %s is another worker's by now; dropped", job.request_id)
+            self._uncommitted.popleft()
+
+    def _start_over(self) -> None:
+        """The lease ran out, so others may have all that we had: drop it and begin anew."""
+        log.warning("the lease was lost; %d samples go back", len(self._runner.requests))
+        self._runner.drop_all()
+        self._uncommitted.clear()
+        self.lease.close()
+        self.lease = self._new_lease()
+        self.lease.set_state("ready")
+        self._busy = False
+        self._take_at = 0.0
+
+    def _show(self, *, busy: bool) -> None:
+        """Tell the scheduler what this worker is at."""
+        if busy != self._busy:
+            self.lease.set_state("busy" if busy else "ready")
+            self._busy = busy
+        if busy:
+            self.lease.touch_busy()
+
+
+def _outcome(ended: Finished) -> Outcome:
+    if ended.result is None:
+        return Outcome(error=ended.error, category=ended.category)
+    try:
+        return write(ended.result)
+    except Exception as failure:
+        return _unexpected(failure, ended.request.job)
+
+
+def _unexpected(failure: Exception, job: SampleJob) -> Outcome:
+    error_id = _logged(failure, f"sample {job.request_id}")
+    return Outcome(error=f"the sampler failed on this request; its log tells why (error {error_id})", category="server")
+
+
+def _logged(failure: Exception, what: str) -> str:
+    error_id = secrets.token_hex(4)
+    log.error("%s failed, error %s", what, error_id, exc_info=failure)
+    return error_id

@@ -1,0 +1,132 @@
+"""Messages into what an engine runs, and what it drew into outcomes.
+
+The API has checked every field already; what would harm the engine is checked again here, so that a
+wrong entry fails alone. Knows the journal's values and the codec, not torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from openrl.tasks.errors import InvalidRequest
+from openrl.tasks.journal import Outcome, SampleJob
+from openrl.tasks.messages import Sample
+from openrl.tasks.wire import codec
+from openrl.workers.sampler.sampling import Rule
+
+PROTOBUF = "application/x-protobuf"
+
+TopRow = list[tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What the base model can take, and how many positions of the sampler's cache one sequence can have."""
+
+    vocab_size: int
+    max_context: int
+    cache_tokens: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt and how to continue it.
+
+    `max_new` is at least 1 and fits the context; `stop_tokens` holds the model's own end tokens where the
+    caller named no stop.
+    """
+
+    job: SampleJob
+    prompt: tuple[int, ...]
+    num_samples: int
+    max_new: int
+    seed: int
+    rule: Rule
+    stop_tokens: frozenset[int]
+    stop_strings: tuple[str, ...]
+    adapter_dir: str
+    prompt_logprobs: bool = False
+    topk_prompt: int = 0
+    topk_sample: int = 0
+
+    @property
+    def cache_tokens(self) -> int:
+        """How many positions one sequence may occupy in the cache; the last token drawn is never fed back."""
+        return len(self.prompt) + self.max_new - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """All that was drawn for one request, in the order of its sequences."""
+
+    sequences: Sequence[codec.SampledSequence]
+    prompt_logprobs: list[float | None] | None = None
+    topk_prompt_logprobs: list[TopRow | None] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A request that left the engine: with a result, or with an error and whose fault it is."""
+
+    request: Request
+    result: Result | None = None
+    error: str = ""
+    category: Literal["user", "server"] = "server"
+
+
+def read(job: SampleJob, limits: Limits) -> Request:
+    """Return the request of a journaled sample.
+
+    Raises:
+        InvalidRequest: the prompt is empty, too long or has tokens outside the vocabulary.
+    """
+    message: Sample = job.message
+    _check(message, limits)
+    room = max(1, limits.max_context - len(message.prompt))
+    cached = limits.cache_tokens - len(message.prompt) + 1
+    own_stops = limits.eos_token_ids if message.stop_at_eos else ()
+    return Request(
+        job=job,
+        prompt=tuple(message.prompt),
+        num_samples=message.num_samples,
+        max_new=min(room, cached) if message.max_tokens is None else min(message.max_tokens, room),
+        seed=message.seed or 0,
+        rule=Rule(message.temperature, message.top_k, message.top_p),
+        stop_tokens=frozenset((*message.stop_tokens, *own_stops)),
+        stop_strings=tuple(stop for stop in message.stop_strings if stop),
+        adapter_dir=message.adapter_dir,
+        prompt_logprobs=message.prompt_logprobs,
+        topk_prompt=message.topk_prompt_logprobs,
+        topk_sample=message.topk_sample_logprobs,
+    )
+
+
+def write(result: Result) -> Outcome:
+    """Return what is committed for a request that was served."""
+    body = codec.encode_sample_response(result.sequences, result.prompt_logprobs, result.topk_prompt_logprobs)
+    return Outcome(result=body, content_type=PROTOBUF)
+
+
+def _check(message: Sample, limits: Limits) -> None:
+    num_tokens = len(message.prompt)
+    needed = min(num_tokens + (message.max_tokens or 1) - 1, limits.max_context)
+    if needed > limits.cache_tokens:
+        raise InvalidRequest(
+            f"prompt and max_tokens need {needed} positions of the cache; this sampler has {limits.cache_tokens} "
+            "(OPENRL_SAMPLER_KV_TOKENS)"
+        )
+    if not 1 <= num_tokens <= limits.max_context:
+        raise InvalidRequest(
+            f"the prompt has {num_tokens} tokens; send at least one and at most {limits.max_context}, the context"
+        )
+    if min(message.prompt) < 0 or max(message.prompt) >= limits.vocab_size:
+        raise InvalidRequest(
+            f"the prompt has token ids outside the vocabulary; send ids from 0 to {limits.vocab_size - 1}"
+        )
+    if message.num_samples < 1 or (message.max_tokens is not None and message.max_tokens < 1):
+        raise InvalidRequest("num_samples and max_tokens must be at least 1")
+    if not message.temperature >= 0 or not 0 <= message.top_p <= 1:
+        raise InvalidRequest("temperature must be 0 or more and top_p between 0 and 1")
