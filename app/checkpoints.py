@@ -1,0 +1,201 @@
+"""Checkpoints: promised by a save, listed by run, described by their address."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import marshmallow
+from flask.views import MethodView
+from marshmallow import ValidationError, fields, post_load, validate, validates_schema
+
+from openrl.app import checks, wire
+from openrl.app.context import registry, tenant
+from openrl.app.creation import ADAMW
+from openrl.app.schemas import (
+    CursorSchema,
+    Flag,
+    Metadata,
+    PageSchema,
+    PromiseSchema,
+    Sent,
+    Text,
+    Time,
+    Whole,
+    as_strings,
+    tag,
+)
+from openrl.app.submission import Submission, consumes_its_key, submit
+from openrl.tasks import keys
+from openrl.tasks.journal import Promise
+from openrl.tasks.messages import SaveWeights, SaveWeightsForSampler
+from openrl.tasks.registry import Checkpoint
+
+blp = wire.Blueprint("checkpoints", __name__, description="Checkpoints: save, list, describe.")
+
+TTL_LEAST_S = 3600
+TTL_MOST_S = 10 * 365 * 24 * 3600
+
+ALL = 10_000_000
+"""A page that holds whatever a run has: the SDK asks for that list without a page."""
+
+
+# What is sent ------------------------------------------------------------------------------------
+
+
+class SaveSchema(Sent):
+    """What both saves share."""
+
+    model_id = Text(required=True)
+    seq_id = Whole(required=True, least=1)
+    ttl_seconds = Whole(least=TTL_LEAST_S, most=TTL_MOST_S, load_default=None)
+    user_metadata = Metadata(load_default=dict)
+
+    def common(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that both messages share."""
+        return {"ttl_seconds": data["ttl_seconds"], "user_metadata": as_strings(data["user_metadata"])}
+
+
+class SaveWeightsSchema(SaveSchema):
+    """A training checkpoint to be saved under a bare name."""
+
+    path = Text(required=True)
+    overwrite = Flag(load_default=False)
+    type = tag("save_weights")
+
+    @post_load
+    def build(self, data: dict[str, Any], **_options: Any) -> Submission:
+        """Build the message."""
+        checks.check_name(data["path"])
+        message = SaveWeights(name=data["path"], overwrite=data["overwrite"], **self.common(data))
+        return Submission(run_id=data["model_id"], seq_id=data["seq_id"], message=message)
+
+
+class SaveForSamplerSchema(SaveSchema):
+    """Weights to sample from: under a bare name, or as the session's next sampler."""
+
+    path = Text()
+    sampling_session_seq_id = Whole()
+    kind = Text(load_default="snapshot")
+    type = tag("save_weights_for_sampler")
+
+    @validates_schema
+    def one_target(self, data: Mapping[str, Any], **_options: Any) -> None:
+        """Refuse a body that names both targets or neither, and mutable weights."""
+        if ("path" in data) == ("sampling_session_seq_id" in data):
+            raise ValidationError("must have either path or sampling_session_seq_id")
+        if data["kind"] != "snapshot":
+            raise ValidationError("isn't served: use 'snapshot', which keeps its weights for ever", "kind")
+
+    @post_load
+    def build(self, data: dict[str, Any], **_options: Any) -> Submission:
+        """Build the message; the sampler's id follows from the run's session."""
+        if "path" in data:
+            checks.check_name(data["path"])
+            target = {"name": data["path"]}
+        else:
+            session_id = keys.session_of(data["model_id"])
+            target = {"sampler_id": keys.sampler_id(session_id, data["sampling_session_seq_id"])}
+        message = SaveWeightsForSampler(**target, **self.common(data))
+        return Submission(run_id=data["model_id"], seq_id=data["seq_id"], message=message)
+
+
+class TinkerPathSchema(Sent):
+    """A checkpoint's address."""
+
+    tinker_path = Text(required=True)
+
+
+class CheckpointPageSchema(PageSchema):
+    """Which part of the list of all checkpoints."""
+
+    limit = fields.Integer(
+        load_default=100,
+        validate=validate.Range(min=1, max=1000, error="must be {min} to {max}"),
+        error_messages={"invalid": "must be a whole number"},
+    )
+
+
+# What is answered --------------------------------------------------------------------------------
+
+
+class WeightsInfoSchema(marshmallow.Schema):
+    """What a checkpoint can be loaded into."""
+
+    base_model = fields.String()
+    is_lora = fields.Constant(True)
+    lora_rank = fields.Integer(attribute="rank")
+    train_attn = fields.Boolean()
+    train_mlp = fields.Boolean()
+    train_unembed = fields.Boolean()
+    optimizer_config = fields.Constant({"type": ADAMW})
+
+
+class CheckpointSchema(marshmallow.Schema):
+    """A checkpoint as the SDK lists it."""
+
+    checkpoint_id = fields.String()
+    checkpoint_type = fields.String(attribute="kind")
+    time = Time(attribute="created")
+    tinker_path = fields.String(attribute="uri")
+    size_bytes = fields.Integer()
+    public = fields.Boolean()
+    expires_at = Time()
+    user_metadata = fields.Function(lambda checkpoint: as_strings(checkpoint.user_metadata))
+
+
+class CheckpointListSchema(marshmallow.Schema):
+    """A part of a list of checkpoints."""
+
+    checkpoints = fields.List(fields.Nested(CheckpointSchema))
+    cursor = fields.Nested(CursorSchema)
+
+
+# Routes ------------------------------------------------------------------------------------------
+
+
+@blp.route("/save_weights")
+class SaveWeightsView(MethodView):
+    @blp.response(200, PromiseSchema)
+    @consumes_its_key(SaveWeights.kind)
+    @blp.arguments(SaveWeightsSchema, location="wire")
+    def post(self, asked: Submission) -> Promise:
+        """Promise the training checkpoint `tinker://<run>/weights/<path>`."""
+        return submit(asked)
+
+
+@blp.route("/save_weights_for_sampler")
+class SaveForSamplerView(MethodView):
+    @blp.response(200, PromiseSchema)
+    @consumes_its_key(SaveWeightsForSampler.kind)
+    @blp.arguments(SaveForSamplerSchema, location="wire")
+    def post(self, asked: Submission) -> Promise:
+        """Promise immutable weights to sample from, named or as a sampler of the session."""
+        return submit(asked)
+
+
+@blp.route("/weights_info")
+class WeightsInfoView(MethodView):
+    @blp.response(200, WeightsInfoSchema)
+    @blp.arguments(TinkerPathSchema, location="wire")
+    def post(self, asked: dict[str, str]) -> Checkpoint:
+        """Say what a checkpoint is."""
+        return registry().checkpoint_by_uri(tenant(), asked["tinker_path"])
+
+
+@blp.route("/training_runs/<run_id>/checkpoints")
+class RunCheckpointsView(MethodView):
+    @blp.response(200, CheckpointListSchema)
+    def get(self, run_id: str) -> dict[str, Any]:
+        """List a run's checkpoints, newest first."""
+        return {"checkpoints": registry().checkpoints(tenant(), run_id, ALL, 0)[0]}
+
+
+@blp.route("/checkpoints")
+class CheckpointListView(MethodView):
+    @blp.response(200, CheckpointListSchema)
+    @blp.arguments(CheckpointPageSchema, location="query")
+    def get(self, page: dict[str, Any]) -> dict[str, Any]:
+        """List one's own checkpoints, newest first."""
+        found, total = registry().checkpoints(tenant(), None, page["limit"], page["offset"])
+        return {"checkpoints": found, "cursor": {**page, "total_count": total}}

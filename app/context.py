@@ -1,0 +1,89 @@
+"""What a request can reach: the services of this process, and the tenant who asks.
+
+Built once in `openrl.app.factory`; views take from here what they need and hold nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flask import current_app, g
+
+from openrl.app.greenlets import beside
+from openrl.app.polls import Polls
+from openrl.app.settings import AppSettings
+from openrl.tasks.doorbell import Doorbell
+from openrl.tasks.errors import InvalidRequest, NotFound
+from openrl.tasks.futures import Completions, Futures
+from openrl.tasks.journal import Journal
+from openrl.tasks.registry import BaseModel, Registry
+from openrl.tasks.store import Store
+from openrl.tasks.tenants import Tenants
+
+EXTENSION = "openrl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """Everything behind the API, one of each a process."""
+
+    settings: AppSettings
+    store: Store
+    registry: Registry
+    journal: Journal
+    futures: Futures
+    polls: Polls
+    tenants: Tenants
+    doorbell: Doorbell
+
+    @classmethod
+    def on(cls, store: Store, settings: AppSettings) -> Services:
+        """Build the services on a connected store."""
+        futures = Futures(store)
+        return cls(
+            settings=settings,
+            store=store,
+            registry=Registry(store),
+            journal=Journal(store),
+            futures=futures,
+            polls=Polls(futures, Completions(store), min_s=settings.poll_min_s, max_s=settings.poll_max_s),
+            tenants=Tenants(store),
+            doorbell=Doorbell(store),
+        )
+
+    def ring(self, kind: str, slug: str, tenant: str, request_id: str) -> None:
+        """Ring for a journaled operation; a broker that is slow or gone doesn't hold up the answer."""
+        beside(self.doorbell.ring, kind, slug, tenant, request_id)
+
+    def close(self) -> None:
+        """End what runs in the background."""
+        self.polls.close()
+
+
+def services() -> Services:
+    """Return the services of this process."""
+    found = current_app.extensions[EXTENSION]
+    assert isinstance(found, Services)
+    return found
+
+
+def registry() -> Registry:
+    """Return the registry of sessions, runs, samplers and checkpoints."""
+    return services().registry
+
+
+def tenant() -> str:
+    """Return the tenant who asks; `openrl.app.auth` has set it before any view runs."""
+    return str(g.tenant)
+
+
+def base_model(name: str, *, field: str = "base_model") -> BaseModel:
+    """Return the served base model that a request names. A suffix after a colon is the client's own.
+
+    Raises:
+        InvalidRequest: it isn't served; names those that are.
+    """
+    try:
+        return registry().model(name.partition(":")[0])
+    except NotFound as unknown:
+        raise InvalidRequest(f"{field}: {unknown}") from unknown

@@ -1,0 +1,191 @@
+"""Where a run's weights come from: a fresh adapter, or a training checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flask.views import MethodView
+from marshmallow import ValidationError, fields, post_load, validates_schema
+
+from openrl.app import checks, wire
+from openrl.app.context import base_model, registry, services, tenant
+from openrl.app.schemas import Flag, Metadata, PromiseSchema, Sent, Text, Whole, tag
+from openrl.app.submission import consumes_its_key, enqueue, own_run
+from openrl.tasks.errors import InvalidRequest
+from openrl.tasks.journal import Promise
+from openrl.tasks.messages import CreateModel, LoadWeights
+from openrl.tasks.registry import Checkpoint, Run
+
+blp = wire.Blueprint("creation", __name__, description="Runs: create, load.")
+
+ADAMW = "adamw"
+TRAINING_SEGMENT = "weights/"
+
+
+class OptimizerConfigSchema(Sent):
+    """Which optimizer a run has."""
+
+    type = Text(load_default=ADAMW)
+    version = Whole()
+
+    @validates_schema
+    def only_adamw(self, data: Mapping[str, Any], **_options: Any) -> None:
+        """Refuse what isn't served, by name."""
+        if data["type"] != ADAMW:
+            raise ValidationError(f"{data['type']!r} isn't served: use {ADAMW!r}", "type")
+
+
+class LoraConfigSchema(Sent):
+    """Shape and start of an adapter."""
+
+    rank = Whole(required=True, least=-(2**31))
+    seed = Whole(load_default=None, least=-(2**63), most=2**63 - 1)
+    train_attn = Flag(load_default=True)
+    train_mlp = Flag(load_default=True)
+    train_unembed = Flag(load_default=True)
+
+
+class CreateModelSchema(Sent):
+    """A new run on a base model."""
+
+    session_id = Text(required=True)
+    model_seq_id = Whole(required=True)
+    base_model = Text(required=True)
+    lora_config = fields.Nested(LoraConfigSchema)
+    optimizer_config = fields.Nested(OptimizerConfigSchema)
+    user_metadata = Metadata(load_default=dict)
+    type = tag("create_model")
+
+    @validates_schema
+    def lora_only(self, data: Mapping[str, Any], **_options: Any) -> None:
+        """Refuse full fine-tuning, which is what an absent lora_config asks for."""
+        if "lora_config" not in data:
+            raise ValidationError(
+                "is absent, which asks for full fine-tuning; that isn't served yet: give a rank", "lora_config"
+            )
+
+    @post_load
+    def build(self, data: dict[str, Any], **_options: Any) -> Creation:
+        """Build the message."""
+        message = CreateModel(base_model=data["base_model"], user_metadata=data["user_metadata"], **data["lora_config"])
+        return Creation(session_id=data["session_id"], model_seq_id=data["model_seq_id"], message=message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Creation:
+    """A run to be made, and its place in its session."""
+
+    session_id: str
+    model_seq_id: int
+    message: CreateModel
+
+
+class LoadWeightsSchema(Sent):
+    """A checkpoint onto an existing run (model_id, seq_id), or as the start of a new one (session_id, ...)."""
+
+    model_id = Text()
+    seq_id = Whole(least=1)
+    session_id = Text()
+    model_seq_id = Whole()
+    base_model = Text()
+    user_metadata = Metadata(load_default=dict)
+    path = Text(required=True)
+    optimizer = Flag(required=True)
+    optimizer_config = fields.Nested(OptimizerConfigSchema)
+    weights_access_token = Text()
+    type = tag("load_weights")
+
+    @validates_schema
+    def one_address(self, data: Mapping[str, Any], **_options: Any) -> None:
+        """Refuse a body that says both or neither, and other accounts' checkpoints."""
+        onto = {"model_id", "seq_id"} & data.keys()
+        into = {"session_id", "model_seq_id"} & data.keys()
+        if (len(onto), len(into)) not in ((2, 0), (0, 2)):
+            raise ValidationError("must have either model_id and seq_id, or session_id and model_seq_id")
+        if "weights_access_token" in data:
+            raise ValidationError("isn't served: load a checkpoint of your own", "weights_access_token")
+
+
+@blp.route("/create_model")
+class CreateModelView(MethodView):
+    @blp.response(200, PromiseSchema)
+    @blp.arguments(CreateModelSchema, location="wire")
+    def post(self, creation: Creation) -> Promise:
+        """Promise a new run; its id is `<session>:train:<model_seq_id>`."""
+        return create(creation)
+
+
+@blp.route("/load_weights")
+class LoadWeightsView(MethodView):
+    @blp.response(200, PromiseSchema)
+    @consumes_its_key(LoadWeights.kind)
+    @blp.arguments(LoadWeightsSchema, location="wire")
+    def post(self, asked: dict[str, Any]) -> Promise:
+        """Promise a training checkpoint loaded: onto a run, or as the start of a new one."""
+        return _load_onto(asked) if "model_id" in asked else _create_from(asked)
+
+
+def create(creation: Creation) -> Promise:
+    """Put a new run into the journal and ring for it. A refusal uses nothing up."""
+    model = base_model(creation.message.base_model)
+    message = replace(creation.message, base_model=model.name)
+    checks.check_create(message, model, services().settings.max_lora_rank)
+    promise = services().journal.create(tenant(), creation.session_id, creation.model_seq_id, message, slug=model.slug)
+    services().ring(message.kind, model.slug, tenant(), promise.request_id)
+    return promise
+
+
+def _load_onto(asked: Mapping[str, Any]) -> Promise:
+    for name in ("base_model", "optimizer_config"):
+        if name in asked:
+            raise InvalidRequest(f"{name} belongs to a new run; the run {asked['model_id']!r} keeps its own")
+    run = own_run(asked["model_id"])
+    checkpoint = _training_checkpoint(asked)
+    _require_same_shape(run, checkpoint)
+    message = LoadWeights(
+        checkpoint_path=checkpoint.uri, checkpoint_dir=checkpoint.directory, with_optimizer=asked["optimizer"]
+    )
+    return enqueue(run, asked["seq_id"], message)
+
+
+def _create_from(asked: Mapping[str, Any]) -> Promise:
+    checkpoint = _training_checkpoint(asked)
+    if "base_model" in asked and base_model(asked["base_model"]).name != checkpoint.base_model:
+        raise InvalidRequest(
+            f"base_model is {asked['base_model']!r}; the checkpoint was trained on {checkpoint.base_model!r}"
+        )
+    message = CreateModel(
+        base_model=checkpoint.base_model,
+        rank=checkpoint.rank,
+        seed=None,
+        train_attn=checkpoint.train_attn,
+        train_mlp=checkpoint.train_mlp,
+        train_unembed=checkpoint.train_unembed,
+        checkpoint_path=checkpoint.uri,
+        checkpoint_dir=checkpoint.directory,
+        with_optimizer=asked["optimizer"],
+        user_metadata=asked["user_metadata"],
+    )
+    return create(Creation(session_id=asked["session_id"], model_seq_id=asked["model_seq_id"], message=message))
+
+
+def _training_checkpoint(asked: Mapping[str, Any]) -> Checkpoint:
+    checkpoint = registry().checkpoint_by_uri(tenant(), asked["path"])
+    if not checkpoint.checkpoint_id.startswith(TRAINING_SEGMENT):
+        raise InvalidRequest(
+            f"path {asked['path']!r} is for sampling only; training loads tinker://<run>/{TRAINING_SEGMENT}<name>"
+        )
+    if asked["optimizer"] and not checkpoint.has_optimizer:
+        raise InvalidRequest(f"optimizer is true, but {asked['path']!r} was saved without its optimizer's state")
+    return checkpoint
+
+
+def _require_same_shape(run: Run, checkpoint: Checkpoint) -> None:
+    for name in ("base_model", "rank", "train_attn", "train_mlp", "train_unembed"):
+        mine, its = getattr(run, name), getattr(checkpoint, name)
+        if mine != its:
+            raise InvalidRequest(
+                f"path: {name} of the checkpoint is {its!r}, of the run {mine!r}; start a new run from it instead"
+            )

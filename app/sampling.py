@@ -1,0 +1,179 @@
+"""Sampling: samplers bound to immutable weights, and the samples asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import marshmallow
+from flask.views import MethodView
+from marshmallow import ValidationError, fields, validates_schema
+
+from openrl.app import checks, wire
+from openrl.app.context import base_model, registry, services, tenant
+from openrl.app.greenlets import off_loop
+from openrl.app.schemas import INT64_MAX, Flag, Number, PromiseSchema, Sent, Text, Whole, tag, unicode_only
+from openrl.tasks.errors import InvalidRequest
+from openrl.tasks.messages import Sample
+from openrl.tasks.registry import Checkpoint, Sampler
+from openrl.tasks.wire import codec
+
+blp = wire.Blueprint("sampling", __name__, description="Sampling sessions and samples.")
+
+SAMPLER_SEGMENT = "sampler_weights/"
+
+_UNSERVED = ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n", "record_stability_info")
+"""Parts of the protocol that aren't served: accepted in their neutral form, which the SDK sends, else refused."""
+
+
+class SamplingSessionSchema(Sent):
+    """A sampler of a session: a base model, or weights that were saved for sampling."""
+
+    session_id = Text(required=True)
+    sampling_session_seq_id = Whole(required=True)
+    base_model = Text()
+    model_path = Text()
+    type = tag("create_sampling_session")
+
+    @validates_schema
+    def something(self, data: Mapping[str, Any], **_options: Any) -> None:
+        """Refuse a body that names no weights."""
+        if not {"base_model", "model_path"} & data.keys():
+            raise ValidationError("must have base_model or model_path")
+
+
+class SamplingParamsSchema(Sent):
+    """How to draw tokens. `openrl.app.checks` has the ranges."""
+
+    max_tokens = Whole(load_default=None, least=-(2**31))
+    seed = Whole(load_default=None, least=-(2**63), most=INT64_MAX)
+    stop = fields.Raw(validate=unicode_only)
+    temperature = Number(load_default=1.0)
+    top_k = Whole(load_default=-1, least=-(2**31))
+    top_p = Number(load_default=1.0)
+
+
+class SampleSchema(Sent):
+    """Some continuations of a prompt."""
+
+    sampling_session_id = Text(required=True)
+    seq_id = Whole(required=True, most=INT64_MAX)
+    num_samples = Whole(load_default=1, least=-(2**31))
+    prompt = fields.Raw(required=True)
+    sampling_params = fields.Nested(SamplingParamsSchema, required=True)
+    prompt_logprobs = Flag(load_default=False)
+    topk_prompt_logprobs = Whole(load_default=0, least=-(2**31))
+    topk_sample_logprobs = Whole(load_default=0, least=-(2**31))
+    target_prompt_logprobs = fields.Raw()
+    prompt_alt_tokens_k = fields.Raw()
+    prompt_logprobs_last_n = fields.Raw()
+    record_stability_info = fields.Raw()
+    type = tag("sample")
+
+    @validates_schema
+    def served(self, data: Mapping[str, Any], **_options: Any) -> None:
+        """Refuse by name what the answer would lack."""
+        for name in _UNSERVED:
+            if data.get(name):
+                raise ValidationError("isn't served: leave it out", name)
+
+
+class SamplingSessionAnswerSchema(marshmallow.Schema):
+    """A sampler's id."""
+
+    type = fields.Constant("create_sampling_session")
+    sampling_session_id = fields.String(attribute="sampler_id")
+
+
+class SamplerSchema(marshmallow.Schema):
+    """A sampler, as the SDK asks for it."""
+
+    sampler_id = fields.String()
+    base_model = fields.String()
+    model_path = fields.Function(lambda sampler: sampler.model_path or None, metadata={"type": "string"})
+
+
+class SamplePromiseSchema(PromiseSchema):
+    """What to poll, and the id of each continuation."""
+
+    sample_sequence_ids = fields.List(fields.String(), required=True)
+
+
+@blp.route("/create_sampling_session")
+class SamplingSessionView(MethodView):
+    @blp.response(200, SamplingSessionAnswerSchema)
+    @blp.arguments(SamplingSessionSchema, location="wire")
+    def post(self, asked: dict[str, Any]) -> Sampler:
+        """Bind weights to the sampler `<session>:sample:<n>`."""
+        return _create_sampler(asked)
+
+
+@blp.route("/samplers/<sampler_id>")
+class SamplerView(MethodView):
+    @blp.response(200, SamplerSchema)
+    def get(self, sampler_id: str) -> Sampler:
+        """Show a sampler."""
+        return registry().sampler(tenant(), sampler_id)
+
+
+@blp.route("/asample")
+class SampleView(MethodView):
+    @blp.response(200, SamplePromiseSchema)
+    @blp.arguments(SampleSchema, location="wire")
+    def post(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Promise continuations of a prompt."""
+        return _sample(registry().sampler(tenant(), asked["sampling_session_id"]), asked)
+
+
+def _create_sampler(asked: Mapping[str, Any]) -> Sampler:
+    checkpoint = _sampler_checkpoint(asked["model_path"]) if "model_path" in asked else None
+    model = base_model(asked.get("base_model") or (checkpoint.base_model if checkpoint else ""))
+    if checkpoint and checkpoint.base_model != model.name:
+        raise InvalidRequest(f"base_model is {model.name!r}; the weights were trained on {checkpoint.base_model!r}")
+    return registry().create_sampler(
+        tenant(),
+        session_id=asked["session_id"],
+        seq=asked["sampling_session_seq_id"],
+        base_model=model.name,
+        slug=model.slug,
+        model_path=checkpoint.uri if checkpoint else "",
+        adapter_dir=checkpoint.directory if checkpoint else "",
+        run_id=checkpoint.run_id if checkpoint else "",
+    )
+
+
+def _sampler_checkpoint(path: str) -> Checkpoint:
+    checkpoint = registry().checkpoint_by_uri(tenant(), path)
+    if not checkpoint.checkpoint_id.startswith(SAMPLER_SEGMENT):
+        raise InvalidRequest(
+            f"model_path {path!r} is training state; save_weights_for_sampler makes tinker://<run>/{SAMPLER_SEGMENT}<name>"
+        )
+    return checkpoint
+
+
+def _sample(sampler: Sampler, asked: Mapping[str, Any]) -> dict[str, Any]:
+    message = off_loop(_message, sampler.adapter_dir, asked, large=len(wire.body()) > wire.LARGE_BYTES)
+    checks.check_sample(message, registry().model(sampler.base_model))
+    promise = services().journal.submit_sample(tenant(), sampler, asked["seq_id"], message)
+    services().ring(Sample.kind, sampler.slug, tenant(), promise.request_id)
+    return {
+        "request_id": promise.request_id,
+        "sample_sequence_ids": [f"{promise.request_id}:{n}" for n in range(message.num_samples)],
+    }
+
+
+def _message(adapter_dir: str, asked: Mapping[str, Any]) -> Sample:
+    params = dict(asked["sampling_params"])
+    stop_tokens, stop_strings, stop_at_eos = checks.parse_stop(params.pop("stop", None))
+    return Sample(
+        adapter_dir=adapter_dir,
+        prompt=codec.decode_prompt_json(asked["prompt"]),
+        num_samples=asked["num_samples"],
+        stop_tokens=stop_tokens,
+        stop_strings=stop_strings,
+        stop_at_eos=stop_at_eos,
+        prompt_logprobs=asked["prompt_logprobs"],
+        topk_prompt_logprobs=asked["topk_prompt_logprobs"],
+        topk_sample_logprobs=asked["topk_sample_logprobs"],
+        **params,
+    )

@@ -1,0 +1,77 @@
+"""Operations on a run, from a view to the journal: accepted, or refused under their own key.
+
+The SDK goes on with the next `seq_id` after a refusal, so a refused operation uses up its own; otherwise
+the run would wait for it. Knows no operation in particular.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+from openrl.app import wire
+from openrl.app.context import registry, services, tenant
+from openrl.tasks.errors import Gone, InvalidRequest, KeyReused, NotFound
+from openrl.tasks.journal import Promise
+from openrl.tasks.messages import Message
+from openrl.tasks.registry import Run
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """An operation, and the place in its run that the client gave it."""
+
+    run_id: str
+    seq_id: int
+    message: Message
+
+
+def own_run(run_id: str) -> Run:
+    """Return a run of the tenant who asks."""
+    return registry().run(tenant(), run_id)
+
+
+def submit(asked: Submission) -> Promise:
+    """Put an operation into its run's journal and ring for it."""
+    return enqueue(own_run(asked.run_id), asked.seq_id, asked.message)
+
+
+def enqueue(run: Run, seq_id: int, message: Message) -> Promise:
+    """Put a checked operation into the journal and ring for it."""
+    promise = services().journal.submit(tenant(), run.run_id, seq_id, message)
+    services().ring(message.kind, run.slug, tenant(), promise.request_id)
+    return promise
+
+
+def consumes_its_key(kind: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a view that refuses an operation of `kind` use up the `seq_id`, as far as it can be read."""
+
+    def decorate(view: Callable[P, R]) -> Callable[P, R]:
+        @wraps(view)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return view(*args, **kwargs)
+            except KeyReused:
+                raise
+            except (InvalidRequest, NotFound, Gone) as refusal:
+                _consume(kind, str(refusal))
+                raise
+
+        return wrapped
+
+    return decorate
+
+
+def _consume(kind: str, error: str) -> None:
+    if address := wire.address():
+        digest = hashlib.sha256(kind.encode() + wire.seen()).digest()
+        # A run of nobody's, or a key that an accepted operation holds already: nothing is left to use up.
+        with suppress(NotFound, Gone, KeyReused):
+            services().journal.refuse(tenant(), *address, kind, digest, error)

@@ -1,0 +1,93 @@
+"""The real server on a free port: held polls, compressed bodies, a quick end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import httpx
+import pytest
+import zstandard
+
+from openrl.tasks.operations import Outcome
+from openrl.tasks.registry import Registry
+from openrl.tasks.store import Store
+from tests.app.conftest import MODEL, PROTOBUF, Worker, forward_backward
+
+
+@dataclass
+class Running:
+    process: subprocess.Popen[bytes]
+    http: httpx.Client
+
+
+@pytest.fixture
+def server(store: Store) -> Iterator[Running]:
+    Registry(store).add_model(MODEL)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {
+        **os.environ,
+        "OPENRL_PORT": str(port),
+        "OPENRL_API_WORKERS": "1",
+        "OPENRL_REDIS_URL": store.settings.redis_url,
+        "OPENRL_DATA_DIR": str(store.settings.data_dir),
+    }
+    process = subprocess.Popen([sys.executable, "-m", "openrl.app"], env=environment)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=60, limits=limits) as http:
+        try:
+            _until_it_answers(process, http)
+            yield Running(process, http)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _until_it_answers(process: subprocess.Popen[bytes], http: httpx.Client) -> None:
+    for _ in range(300):
+        assert process.poll() is None
+        try:
+            assert http.get("/healthz").status_code == 200
+            return
+        except httpx.TransportError:
+            time.sleep(0.05)
+    raise AssertionError("the server did not start")
+
+
+def test_the_server_holds_polls_wakes_them_and_leaves_at_once(server: Running, worker: Worker, store: Store) -> None:
+    http = server.http
+    session = http.post("/create_session", json={"tags": []}).json()["session_id"]
+    lora = {"session_id": session, "model_seq_id": 0, "base_model": "tiny/random", "lora_config": {"rank": 8}}
+    run = http.post("/create_model", json=lora).json()["model_id"]
+    body = zstandard.compress(forward_backward(run, 1) * 1 + b"")
+    sent = http.post("/forward_backward", content=body, headers={**PROTOBUF, "Content-Encoding": "zstd"})
+    assert sent.json() == {"request_id": f"{run}:1", "model_id": run}
+
+    def poll(_: int) -> httpx.Response:
+        return http.post("/retrieve_future", json={"request_id": f"{run}:1"})
+
+    with ThreadPoolExecutor(100) as pool:
+        # Many more polls wait than the process has connections to the store.
+        held = [pool.submit(poll, number) for number in range(100)]
+        time.sleep(1.0)
+        assert not any(each.done() for each in held)
+        assert http.get("/healthz").status_code == 200
+        assert len(store.redis.client_list()) < 45
+        worker.step({"forward_backward": Outcome(error="no", category="user")})
+        assert [each.result(10).json()["error"] for each in held] == ["no"] * 100
+
+        late = http.post("/optim_step", json={"model_id": run, "seq_id": 3, "adam_params": {}}).json()["request_id"]
+        held = [pool.submit(http.post, "/retrieve_future", json={"request_id": late}) for _ in range(5)]
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        assert [each.result(10).status_code for each in held] == [408] * 5
+    assert server.process.wait(6) == 0
