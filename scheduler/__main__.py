@@ -1,0 +1,87 @@
+"""The scheduler's process: a Celery worker on the queue `control`, with the beat in a thread.
+
+`python -m openrl.scheduler`. Needs OPENRL_REDIS_URL and OPENRL_DATA_DIR. Two of them at once are harmless.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+
+from celery.beat import Service
+
+from openrl.scheduler.reconcile import SCHEDULE, Reconciler, SchedulerTask
+from openrl.scheduler.settings import SchedulerSettings
+from openrl.tasks.celery import CONTROL_QUEUE, celery
+from openrl.tasks.process import die_with_parent
+from openrl.tasks.settings import StoreSettings
+from openrl.tasks.store import Store
+
+log = logging.getLogger(__name__)
+
+EVERY_TICK = ("celery.beat", "celery.worker.strategy", "celery.app.trace")
+"""Loggers that would write three lines a second."""
+
+
+class Beat(threading.Thread):
+    """The beat. A process whose beat has failed must not linger: it ends, and its parent starts another."""
+
+    def __init__(self, schedule_filename: str) -> None:
+        super().__init__(name="beat", daemon=True)
+        # No longer than a second between two looks, or a stop would wait for the next one.
+        self._service = Service(celery, max_interval=1, schedule_filename=schedule_filename, remote_control=False)
+        self._stopping = False
+        self.failed = False
+
+    def run(self) -> None:
+        """Send the scheduled tasks until stopped."""
+        try:
+            self._service.start()
+        finally:
+            if not self._stopping:
+                self.failed = True
+                log.error("the beat has ended; leaving")
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def stop(self) -> None:
+        """Stop sending; returns when the schedule is on disk."""
+        self._stopping = True
+        self._service.stop()
+        self.join(timeout=3.0)
+
+
+def main() -> int:
+    """Serve the queue `control` until SIGTERM or SIGINT. Returns the exit status."""
+    die_with_parent()
+    settings = StoreSettings.from_env()
+    SchedulerTask.reconciler = Reconciler(Store.connect(settings), SchedulerSettings.from_env(os.environ))
+    # No results are kept, so nothing needs the cleanup that Celery would add to the schedule.
+    celery.conf.update(beat_schedule=SCHEDULE, result_expires=None)
+    for name in EVERY_TICK:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    beat_dir = settings.data_dir / "scheduler"
+    beat_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    beat = Beat(str(beat_dir / "beat-schedule"))
+    worker = celery.Worker(
+        hostname=f"scheduler@{socket.gethostname()}",
+        pool="solo",
+        queues=[CONTROL_QUEUE],
+        loglevel=os.environ.get("OPENRL_LOG_LEVEL", "INFO"),
+        without_gossip=True,
+        without_mingle=True,
+        quiet=True,
+    )
+    beat.start()
+    try:
+        worker.start()
+    finally:
+        beat.stop()
+    return 1 if beat.failed else int(worker.exitcode or 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Where workloads run. `local`: as processes of this machine, under `openrl up`."""

@@ -1,0 +1,51 @@
+"""What is asked for and what is there: the journal's depth, the workers whose leases stand.
+
+Reads the store and decides nothing. Queue lengths of Celery are near zero by design and tell nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from openrl.scheduler.resources import KINDS, Demand, Kind, Pool, Worker
+from openrl.tasks import keys
+from openrl.tasks.journal import Journal
+from openrl.tasks.registry import BaseModel
+from openrl.tasks.store import Store, translated
+
+_FAMILY: dict[Kind, str] = {"trainer": "train", "sampler": "sample"}
+
+
+def demand(journal: Journal, models: Iterable[BaseModel]) -> dict[Pool, Demand]:
+    """Return what every pool of the served models has before it."""
+    pools = {}
+    for model in models:
+        depth = journal.depth(model.slug)
+        for kind in KINDS:
+            family = _FAMILY[kind]
+            pools[Pool(slug=model.slug, kind=kind, base=model.name)] = Demand(
+                depth=sum(depth[family].values()), oldest_s=float(depth["oldest_s"].get(family, 0.0))
+            )
+    return pools
+
+
+def workers(store: Store) -> tuple[Worker, ...]:
+    """Return the workers whose leases stand, by id."""
+    client: Any = store.redis  # answers in bytes; the library's types say bytes or text
+    with translated():
+        ids = sorted(member.decode() for member in client.smembers(keys.WORKERS))
+        rows = [client.hgetall(keys.worker(worker_id)) for worker_id in ids]
+    return tuple(_worker(worker_id, row) for worker_id, row in zip(ids, rows, strict=True) if row)
+
+
+def _worker(worker_id: str, row: Mapping[bytes, Any]) -> Worker:
+    text = {name.decode(): value.decode() for name, value in row.items()}
+    return Worker(
+        worker_id=worker_id,
+        kind=text["kind"],
+        slug=text["slug"],
+        state=text["state"],
+        started=float(text.get("started") or 0.0),
+        last_busy=float(text.get("last_busy") or 0.0),
+    )

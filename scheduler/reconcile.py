@@ -1,0 +1,120 @@
+"""The beat's tasks: bring what runs in line with what is asked for, close gaps, sweep expired results.
+
+Each may be lost, doubled or run by two schedulers at once without harm: each looks at what is there now,
+and the store's scripts refuse what somebody else has done meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from celery import Task
+
+from openrl.scheduler import demand
+from openrl.scheduler.clusters.local import LocalCluster
+from openrl.scheduler.decide import decide
+from openrl.scheduler.resources import Snapshot
+from openrl.scheduler.settings import SchedulerSettings
+from openrl.tasks.celery import CONTROL_QUEUE, celery
+from openrl.tasks.errors import StoreUnavailable
+from openrl.tasks.futures import Futures
+from openrl.tasks.journal import Journal
+from openrl.tasks.registry import Registry
+from openrl.tasks.store import Store
+
+log = logging.getLogger(__name__)
+
+# A tick that waited longer than its interval has nothing to add to the next one.
+SCHEDULE: dict[str, dict[str, Any]] = {
+    "reconcile": {
+        "task": "scheduler.reconcile",
+        "schedule": 1.0,
+        "options": {"queue": CONTROL_QUEUE, "expires": 2},
+    },
+    "close-gaps": {
+        "task": "scheduler.close_gaps",
+        "schedule": 10.0,
+        "options": {"queue": CONTROL_QUEUE, "expires": 10},
+    },
+    "sweep-results": {
+        "task": "scheduler.sweep_results",
+        "schedule": 300.0,
+        "options": {"queue": CONTROL_QUEUE, "expires": 300},
+    },
+}
+
+
+class Reconciler:
+    """Observes, decides and applies on one store. `clock` returns seconds since the epoch."""
+
+    def __init__(self, store: Store, settings: SchedulerSettings, *, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._settings = settings
+        self._clock = clock
+        self._registry = Registry(store)
+        self._journal = Journal(store)
+        self._futures = Futures(store)
+        self._cluster = LocalCluster(store)
+
+    def reconcile(self) -> None:
+        """Start and stop what the demand of this moment calls for."""
+        decision = decide(self.observe())
+        changed = self._cluster.apply(decision.actions)
+        for action in decision.actions:
+            if action.workload.name in changed:
+                log.info("%s %s: %s", action.verb, action.workload.name, action.reason)
+
+    def observe(self) -> Snapshot:
+        """Return what a decision may depend on, as it is now."""
+        return Snapshot(
+            # Demand first: an operation that ends in between leaves an idle time of nearly nothing, never a stop.
+            demand=demand.demand(self._journal, self._registry.models()),
+            workers=demand.workers(self._store),
+            workloads=self._cluster.workloads(),
+            accelerators=self._settings.accelerators,
+            idle_timeout_s=self._settings.idle_timeout_s,
+            now=self._clock(),
+        )
+
+    def close_gaps(self) -> None:
+        """Let runs go on past operations that never arrived."""
+        if closed := self._journal.close_gaps(self._clock()):
+            log.info("closed %d gap(s): operations that never arrived", closed)
+
+    def sweep_results(self) -> None:
+        """Delete the files of results that have expired."""
+        if swept := self._futures.sweep():
+            log.info("deleted the files of %d expired results", swept)
+
+
+class SchedulerTask(Task):
+    """A task of the scheduler's own process; `reconciler` is bound by `__main__`.
+
+    It sends no events: a row a second would bury the operations in Flower. What it does is in the log.
+    """
+
+    abstract = True
+    send_events = False
+    throws = (StoreUnavailable,)
+    reconciler: ClassVar[Reconciler]
+
+
+@celery.task(bind=True, base=SchedulerTask, name="scheduler.reconcile")
+def reconcile(self: SchedulerTask) -> None:
+    """Start and stop workers. May be lost or doubled: the next tick sees the same or better."""
+    self.reconciler.reconcile()
+
+
+@celery.task(bind=True, base=SchedulerTask, name="scheduler.close_gaps")
+def close_gaps(self: SchedulerTask) -> None:
+    """Close gaps that stand too long. May be lost or doubled: a gap closes once."""
+    self.reconciler.close_gaps()
+
+
+@celery.task(bind=True, base=SchedulerTask, name="scheduler.sweep_results")
+def sweep_results(self: SchedulerTask) -> None:
+    """Delete files of expired results. May be lost or doubled: the next tick deletes what is left."""
+    self.reconciler.sweep_results()

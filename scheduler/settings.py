@@ -1,0 +1,68 @@
+"""What an operator may decide about a service on one machine, and about its scheduler.
+
+`openrl up` takes its own from the command line or the environment, and sets those of the scheduler
+that it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_IDLE_TIMEOUT_S = 900.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpSettings:
+    """The settings of `openrl up`; the command's help says what each means."""
+
+    host: str
+    port: int
+    data_dir: Path
+    models: tuple[str, ...]
+    """NAME or NAME=PATH, at least one."""
+    devices: tuple[str, ...] = ()
+    """One entry of CUDA_VISIBLE_DEVICES for each accelerator; empty means the CPU."""
+    redis_url: str = ""
+    """Empty means the embedded store."""
+    broker_url: str = ""
+    """Empty means the store."""
+    idle_timeout_s: float = DEFAULT_IDLE_TIMEOUT_S
+    api_workers: int = 2
+    verbose: bool = False
+    as_json: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    """The scheduler's settings."""
+
+    accelerators: int = 0
+    """OPENRL_ACCELERATORS: devices to place workers on; 0 means the CPU, which all workers share."""
+
+    idle_timeout_s: float = DEFAULT_IDLE_TIMEOUT_S
+    """OPENRL_IDLE_TIMEOUT_S: seconds without work after which a worker is stopped. A quarter of an hour
+    outlasts a pause between experiments, and loading a model again costs less than holding its memory all night."""
+
+    def __post_init__(self) -> None:
+        if self.accelerators < 0:
+            raise ValueError("OPENRL_ACCELERATORS must be 0 or more")
+        if self.idle_timeout_s <= 0:
+            raise ValueError("OPENRL_IDLE_TIMEOUT_S must be more than 0 seconds")
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> SchedulerSettings:
+        """Read the settings. Raises ValueError naming the variable that makes no sense."""
+        return cls(
+            accelerators=int(_number(environ, "OPENRL_ACCELERATORS", 0)),
+            idle_timeout_s=_number(environ, "OPENRL_IDLE_TIMEOUT_S", DEFAULT_IDLE_TIMEOUT_S),
+        )
+
+
+def _number(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name, "")
+    try:
+        return float(text) if text else default
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not a number") from None

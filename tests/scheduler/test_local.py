@@ -1,0 +1,87 @@
+"""The local cluster: two deciders at once do no harm, and what is wanted is one hash in the store."""
+
+from __future__ import annotations
+
+import pytest
+
+from openrl.scheduler.clusters import local
+from openrl.scheduler.clusters.local import LocalCluster, devices
+from openrl.scheduler.resources import Action, Workload
+
+
+def workload(*, since: float = 1.0, accelerator: int | None = None) -> Workload:
+    return Workload(
+        name="trainer-tiny", kind="trainer", base="Org/Tiny", slug="tiny", accelerator=accelerator, since=since
+    )
+
+
+def start(**fields) -> Action:
+    return Action(verb="start", workload=workload(**fields), reason="")
+
+
+def stop(**fields) -> Action:
+    return Action(verb="stop", workload=workload(**fields), reason="")
+
+
+@pytest.fixture
+def cluster(store) -> LocalCluster:
+    return LocalCluster(store)
+
+
+def test_a_start_is_wanted_and_a_stop_is_not(cluster):
+    assert cluster.apply([start()]) == {"trainer-tiny"}
+    assert cluster.workloads() == (workload(),)
+    assert cluster.apply([stop()]) == {"trainer-tiny"}
+    assert cluster.workloads() == ()
+
+
+def test_the_second_of_two_starts_changes_nothing(cluster):
+    cluster.apply([start(since=1.0, accelerator=0)])
+    assert cluster.apply([start(since=2.0, accelerator=1)]) == set()
+    assert cluster.workloads() == (workload(since=1.0, accelerator=0),)
+
+
+def test_a_stop_decided_on_an_older_workload_leaves_the_newer_one(cluster):
+    cluster.apply([start(since=2.0)])
+    assert cluster.apply([stop(since=1.0)]) == set()
+    assert cluster.workloads() == (workload(since=2.0),)
+
+
+def test_a_stop_of_what_is_gone_changes_nothing(cluster):
+    assert cluster.apply([stop()]) == set()
+
+
+def test_nothing_to_do_asks_nothing_of_the_store(cluster):
+    assert cluster.apply([]) == set()
+
+
+def test_a_service_that_starts_wants_nothing(cluster):
+    cluster.apply([start()])
+    cluster.clear()
+    assert cluster.workloads() == ()
+
+
+def test_devices_are_those_that_the_environment_leaves(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, 3")
+    assert devices() == ("2", "3")
+    for none in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        assert devices() == ()
+
+
+def test_a_machine_without_a_driver_has_no_devices(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(local, "DRIVER_GPUS", tmp_path / "gpus")
+    assert devices() == ()
+    (tmp_path / "gpus" / "0000:01").mkdir(parents=True)
+    assert devices() == ("0",)
+
+
+def test_devices_are_counted_by_the_drivers_own_tool(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: X (UUID: a)'\necho '  MIG 1g'\necho 'GPU 1: X (UUID: b)'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert devices() == ("0", "1")
