@@ -1,0 +1,178 @@
+"""`openrl up` as the only parent: what it starts, refuses, restarts, ends, and finds again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import tinker
+from tinker import types
+
+from tests.stack import wire
+from tests.stack.conftest import MODEL, Service
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")]
+
+TOKENS = list(b"sphinx of black quartz, judge my vow")
+
+
+def processes_of(data_dir: Path) -> list[psutil.Process]:
+    """Every process that was started for this data directory, told by its environment or command line."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            env = process.environ()
+            if process.pid != os.getpid() and (
+                env.get("OPENRL_DATA_DIR") == str(data_dir) or str(data_dir) in " ".join(process.cmdline())
+            ):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_until_gone(data_dir: Path, *, timeout_s: float) -> list[psutil.Process]:
+    deadline = time.monotonic() + timeout_s
+    while (left := processes_of(data_dir)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return left
+
+
+def test_nothing_is_left_after_ten_times_up_and_kill(own_service: Service) -> None:
+    for cycle in range(10):
+        own_service.start()
+        if cycle % 3 == 0:
+            wire.new_run(own_service.http(), model=MODEL)
+        if cycle % 2:
+            assert own_service.process is not None
+            own_service.process.kill()
+            own_service.process.wait(10)
+        else:
+            assert own_service.stop(signal.SIGINT if cycle % 4 else signal.SIGTERM, timeout_s=15) == 0
+        left = wait_until_gone(own_service.data_dir, timeout_s=15)
+        assert not left, [(process.pid, process.cmdline()) for process in left]
+
+
+def test_a_restart_on_the_same_directory_finds_its_runs_and_checkpoints(own_service: Service) -> None:
+    http = own_service.start().http()
+    run = wire.new_run(http, model=MODEL)
+    wire.forward_backward(http, run, 1, TOKENS)
+    wire.optim_step(http, run, 2, learning_rate=0.01)
+    wire.forward_backward(http, run, 3, TOKENS)
+    http.post("/save_weights", json={"model_id": run, "path": "kept", "seq_id": 4}).raise_for_status()
+    assert wire.poll(http, f"{run}:4").json()["path"] == f"tinker://{run}/weights/kept"
+    gradient = None
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        own_service.stop(how)
+        wait_until_gone(own_service.data_dir, timeout_s=15)
+        http = own_service.start().http()
+        assert [row["checkpoint_id"] for row in http.get("/checkpoints").json()["checkpoints"]] == ["weights/kept"]
+        assert [row["training_run_id"] for row in http.get("/training_runs").json()["training_runs"]] == [run]
+        if gradient is None:
+            # The gradient accumulated before the stop is still there.
+            wire.optim_step(http, run, 5, learning_rate=0.0)
+            gradient = wire.poll(http, f"{run}:5").json()["metrics"]["grad_norm"]
+            assert gradient > 0
+    wire.forward_backward(http, run, 6, TOKENS)
+    wire.optim_step(http, run, 7, learning_rate=0.0)
+    assert wire.poll(http, f"{run}:7").json()["metrics"]["grad_norm"] == pytest.approx(gradient, rel=1e-5)
+    assert own_service.stop() == 0
+
+
+def test_workers_start_on_demand_stop_when_idle_and_start_again(own_service: Service) -> None:
+    own_service.options = ("--idle-timeout", "3")
+    http = own_service.start().http()
+    assert not workers(own_service.data_dir)
+    run = wire.new_run(http, model=MODEL)
+    wire.forward_backward(http, run, 1, TOKENS)
+    assert workers(own_service.data_dir)
+    deadline = time.monotonic() + 40
+    while workers(own_service.data_dir) and time.monotonic() < deadline:
+        time.sleep(0.3)
+    assert not workers(own_service.data_dir)
+    wire.optim_step(http, run, 2)
+    assert wire.poll(http, f"{run}:2").json()["metrics"]["grad_norm"] > 0
+    assert own_service.stop() == 0
+
+
+def workers(data_dir: Path) -> list[psutil.Process]:
+    return [each for each in processes_of(data_dir) if any("openrl.workers." in word for word in each.cmdline())]
+
+
+def test_a_killed_worker_is_replaced_and_nothing_acknowledged_is_lost(own_service: Service) -> None:
+    own_service.env = {"OPENRL_LEASE_S": "4"}
+    http = own_service.start().http()
+    run, twin = (wire.new_run(http, model=MODEL) for _ in range(2))
+    for target in (run, twin):
+        wire.forward_backward(http, target, 1, TOKENS)
+        wire.optim_step(http, target, 2, learning_rate=0.01)
+        wire.poll(http, f"{target}:2")
+        wire.forward_backward(http, target, 3, TOKENS)
+        wire.poll(http, f"{target}:3")
+    for process in workers(own_service.data_dir):
+        process.kill()
+    wire.optim_step(http, run, 4, learning_rate=0.01).raise_for_status()
+    assert wire.poll(http, f"{run}:4", timeout_s=90).json()["metrics"]["grad_norm"] > 0
+    wire.forward_backward(http, run, 5, TOKENS)
+    assert wire.poll(http, f"{run}:5").json()["metrics"]["loss:sum"] > 0
+    assert own_service.stop() == 0
+
+
+def up(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "openrl.tasks.cli", "up", *options], capture_output=True, text=True, timeout=60
+    )
+
+
+def refused(result: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert result.returncode == 2, result
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and all(word in lines[0] for word in words), result.stderr
+
+
+def test_what_cannot_work_is_refused_in_one_line(service: Service, tmp_path: Path) -> None:
+    served = f"{MODEL}={service.model_dir}"
+    refused(up("--data-dir", str(tmp_path / "a"), "--model", served, "--port", str(service.port)), str(service.port))
+    refused(up("--data-dir", str(service.data_dir), "--model", served, "--port", "0"), str(service.data_dir))
+    refused(up("--data-dir", str(tmp_path / "b"), "--model", "nobody/knows", "--port", "0"), "nobody/knows")
+    refused(up("--data-dir", str(tmp_path / "c"), "--model", served, "--host", "0.0.0.0", "--port", "0"), "keys")
+    assert httpx.get(f"{service.base_url}/api/v1/healthz").status_code == 200
+
+
+def test_a_key_locks_everybody_else_out_at_once_and_tenants_are_apart(own_service: Service) -> None:
+    own_service.start()
+    open_http = own_service.http()
+    open_run = wire.new_run(open_http, model=MODEL)
+    keys = {}
+    for tenant in ("red", "blue"):
+        made = subprocess.run(
+            [
+                sys.executable, "-m", "openrl.tasks.cli", "keys", "create", "--tenant", tenant, "--json",
+                "--data-dir", str(own_service.data_dir),
+            ],
+            capture_output=True, text=True, check=True, timeout=60,
+        )  # fmt: skip
+        start = made.stdout.index("tml-")
+        keys[tenant] = made.stdout[start:].split('"')[0].split()[0]
+    assert open_http.get("/sessions").status_code == 401
+    assert own_service.http(headers={"X-API-Key": "tml-wrong"}).get("/sessions").status_code == 401
+    red, blue = (own_service.http(headers={"X-API-Key": keys[tenant]}) for tenant in ("red", "blue"))
+    run = wire.new_run(red, model=MODEL)
+    for foreign in (run, open_run):
+        assert blue.post("/get_info", json={"model_id": foreign}).status_code == 404
+        assert blue.post("/retrieve_future", json={"request_id": f"{foreign}:0"}).status_code == 404
+        assert wire.forward_backward(blue, foreign, 1, TOKENS).status_code == 404
+        assert blue.get(f"/training_runs/{foreign}").status_code == 404
+    wire.forward_backward(red, run, 1, TOKENS).raise_for_status()
+    assert wire.poll(red, f"{run}:1").json()["metrics"]["loss:sum"] > 0
+    with tinker.ServiceClient(api_key=keys["red"], base_url=own_service.base_url) as api:
+        sampling = api.create_sampling_client(base_model=MODEL).result()
+        assert sampling.sample(types.ModelInput.from_ints(TOKENS), 1, types.SamplingParams(max_tokens=2)).result()
+    assert own_service.stop() == 0
