@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -142,6 +142,7 @@ class Completions:
         self._redis = store.redis
         self._lock = threading.Lock()
         self._waiting: dict[bytes, set[Watch]] = defaultdict(set)
+        self._wakes: dict[bytes, Callable[[], None]] = {}
         self._thread: threading.Thread | None = None
         self._pid = 0
         self._stopped = threading.Event()
@@ -166,6 +167,12 @@ class Completions:
         with self.watch(tenant, request_id) as event:
             return event.wait(timeout_s)
 
+    def call_on_wake(self, worker_id: str, wake: Callable[[], None]) -> None:
+        """Call `wake` whenever a doorbell for `worker_id` rang at another worker. It must return at once."""
+        with self._lock:
+            self._wakes[worker_id.encode()] = wake
+            self._ensure_thread()
+
     def close(self) -> None:
         """End the subscription."""
         self._stopped.set()
@@ -185,7 +192,7 @@ class Completions:
         while not self._stopped.is_set():
             try:
                 with self._redis.pubsub() as subscription:
-                    subscription.subscribe(keys.DONE)
+                    subscription.subscribe(keys.DONE, keys.WAKE)
                     delay_s = _RECONNECT_S[0]
                     while not self._stopped.is_set():
                         self._hear(subscription.get_message(timeout=_LISTEN_S))
@@ -200,7 +207,12 @@ class Completions:
         with self._lock:
             if message["type"] == "subscribe":
                 events = [event for group in self._waiting.values() for event in group]
+                wakes = list(self._wakes.values())
+            elif message["channel"] == keys.WAKE.encode():
+                events, wakes = [], [wake for worker, wake in self._wakes.items() if worker == message["data"]]
             else:
-                events = list(self._waiting.get(message["data"], ()))
+                events, wakes = list(self._waiting.get(message["data"], ())), []
         for event in events:
             event.set()
+        for wake in wakes:
+            wake()

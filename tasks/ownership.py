@@ -77,10 +77,14 @@ class Lease:
         self._lost = True
 
     def set_state(self, state: str) -> None:
-        """Say what the worker is doing. An unreachable store hears of it with the next renewal."""
+        """Say what the worker is doing.
+
+        Others hear at once that it has started or is about to leave; ready and busy, which may alternate with
+        each operation, travel with the next renewal.
+        """
         assert state in STATES, state
-        if self._fields["state"] != state:
-            self._fields["state"] = state
+        before, self._fields["state"] = self._fields["state"], state
+        if before != state and {before, state} & {"starting", "stopping"}:
             self._try_to_renew()
 
     def touch_busy(self) -> None:

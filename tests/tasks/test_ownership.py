@@ -100,9 +100,9 @@ def test_tokens_grow_over_epochs(journal, new_run, new_lease, store):
 def test_the_lease_tells_what_the_worker_does_and_ends_with_it(store):
     lease = Lease(store, "w1", "sampler", SLUG)
     lease.touch_busy()
-    lease.set_state("busy")
+    lease.set_state("ready")
     row = store.redis.hgetall(keys.worker("w1"))
-    assert (row[b"kind"], row[b"slug"], row[b"state"]) == (b"sampler", SLUG.encode(), b"busy")
+    assert (row[b"kind"], row[b"slug"], row[b"state"]) == (b"sampler", SLUG.encode(), b"ready")
     assert float(row[b"last_busy"]) > 0
     assert 0 < store.redis.pttl(keys.worker("w1")) <= 30_000
     assert store.redis.smembers(keys.WORKERS) == {b"w1"}

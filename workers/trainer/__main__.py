@@ -70,6 +70,7 @@ def build(
     data_dir = store_settings.data_dir
     checkpoints = Checkpoints(loaded, base_model=model.name, slug=model.slug, registry=registry, data_dir=data_dir)
     device = Device(loaded, checkpoints, token_budget=settings.token_budget)
+    completions = Completions(store)
     engine = TrainerEngine(
         slug=model.slug,
         journal=journal,
@@ -77,9 +78,10 @@ def build(
         new_lease=new_lease,
         device=device,
         recovery=Recovery(loaded, device, journal, base_model=model.name, data_dir=data_dir),
-        waiter=Waiter(store, Completions(store), worker_id=lambda: name),
+        waiter=Waiter(store, completions, worker_id=lambda: name),
         settings=settings,
     )
+    completions.call_on_wake(name, engine.wake)
     return engine, model.slug
 
 

@@ -1,0 +1,98 @@
+"""The patience of a doorbell: it waits for what will happen here soon, and for nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future as Running
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from openrl.tasks.doorbell import Waiter
+from openrl.tasks.errors import OperationFailed
+from openrl.tasks.futures import Completions
+from openrl.tasks.messages import OptimStep
+from openrl.tasks.operations import Outcome
+
+TENANT = "local"
+LONG_S = 30.0
+
+
+@pytest.fixture
+def completions(store) -> Iterator[Completions]:
+    ours = Completions(store)
+    yield ours
+    ours.close()
+
+
+@pytest.fixture
+def waiter(store, completions) -> Waiter:
+    return Waiter(store, completions, worker_id=lambda: "w1")
+
+
+@pytest.fixture
+def waiting(waiter: Waiter) -> Iterator[Callable[[str], Running]]:
+    """Wait for a request in a thread of its own, as the Celery pool does."""
+    with ThreadPoolExecutor() as pool:
+        yield lambda request_id: pool.submit(waiter.wait_for, TENANT, request_id)
+        waiter.release()
+
+
+def test_it_returns_when_the_operation_has_taken_effect(journal, created, waiting):
+    run_id, lease, token = created
+    journal.submit(TENANT, run_id, 1, OptimStep())
+    call = waiting(f"{run_id}:1")
+    assert not call.done()
+    (piece,) = journal.take(lease.slug, lease)
+    journal.commit(lease, piece.operations[0], Outcome(), token=token)
+    assert call.result(LONG_S) is None
+
+
+def test_it_raises_what_the_operation_failed_of_so_that_flower_shows_a_failure(journal, created, waiting):
+    run_id, lease, token = created
+    journal.submit(TENANT, run_id, 1, OptimStep())
+    call = waiting(f"{run_id}:1")
+    (piece,) = journal.take(lease.slug, lease)
+    journal.commit(lease, piece.operations[0], Outcome(error="no gradient", category="user"), token=token)
+    with pytest.raises(OperationFailed, match="no gradient"):
+        call.result(LONG_S)
+
+
+@pytest.mark.parametrize("arrived", [(2,), (1, 3), (1, 2, 4)])
+def test_behind_a_gap_it_gives_its_thread_back_at_once(journal, created, waiting, arrived):
+    run_id, _, _ = created
+    for seq in arrived:
+        journal.submit(TENANT, run_id, seq, OptimStep(learning_rate=seq * 1e-3))
+    assert waiting(f"{run_id}:{arrived[-1]}").result(LONG_S) is None
+
+
+def test_an_operation_behind_others_that_are_there_is_waited_for(journal, created, waiting, waiter):
+    run_id, _, _ = created
+    for seq in (1, 2, 3):
+        journal.submit(TENANT, run_id, seq, OptimStep(learning_rate=seq * 1e-3))
+    call = waiting(f"{run_id}:3")
+    with pytest.raises(TimeoutError):
+        call.result(0.5)
+    waiter.release()
+    assert call.result(LONG_S) is None
+
+
+def test_a_promise_that_is_not_there_is_not_waited_for(waiting):
+    assert waiting("s-00000000000000000000000000000000:train:0:1").result(LONG_S) is None
+
+
+def test_a_ring_at_the_wrong_worker_wakes_the_owner(journal, created, store, completions):
+    run_id, _, _ = created
+    journal.submit(TENANT, run_id, 1, OptimStep())
+    woken, other_woken = threading.Event(), threading.Event()
+    completions.call_on_wake("w1", woken.set)
+    # The subscription itself wakes everybody, since a ring may have passed before it.
+    assert woken.wait(LONG_S)
+    woken.clear()
+    completions.call_on_wake("w2", other_woken.set)
+    stranger = Waiter(store, completions, worker_id=lambda: "w2")
+    stranger.release()
+    stranger.wait_for(TENANT, f"{run_id}:1")
+    assert woken.wait(LONG_S)
+    assert not other_woken.is_set()
