@@ -6,17 +6,19 @@ Built once in `openrl.app.factory`; views take from here what they need and hold
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from flask import current_app, g
 
-from openrl.app.greenlets import beside
+from openrl.app.greenlets import Budget, beside, off_loop
 from openrl.app.polls import Polls
 from openrl.app.settings import AppSettings
 from openrl.tasks.doorbell import Doorbell
-from openrl.tasks.errors import InvalidRequest, NotFound
+from openrl.tasks.errors import InvalidRequest, NotFound, NotServed
 from openrl.tasks.futures import Completions, Futures
 from openrl.tasks.journal import Journal
-from openrl.tasks.registry import BaseModel, Registry
+from openrl.tasks.registry import BaseModel, Checkpoint, Registry, Run, Sampler
+from openrl.tasks.signing import Signer
 from openrl.tasks.store import Store
 from openrl.tasks.tenants import Tenants
 
@@ -34,21 +36,26 @@ class Services:
     futures: Futures
     polls: Polls
     tenants: Tenants
+    signer: Signer
     doorbell: Doorbell
+    bodies: Budget
 
     @classmethod
     def on(cls, store: Store, settings: AppSettings) -> Services:
         """Build the services on a connected store."""
-        futures = Futures(store)
+        apart = partial(off_loop, large=True)
+        futures = Futures(store, apart=apart)
         return cls(
             settings=settings,
             store=store,
             registry=Registry(store),
-            journal=Journal(store),
+            journal=Journal(store, apart=apart),
             futures=futures,
             polls=Polls(futures, Completions(store), min_s=settings.poll_min_s, max_s=settings.poll_max_s),
             tenants=Tenants(store),
+            signer=Signer(store),
             doorbell=Doorbell(store),
+            bodies=Budget(settings.max_held_bytes),
         )
 
     def ring(self, kind: str, slug: str, tenant: str, request_id: str) -> None:
@@ -77,6 +84,27 @@ def tenant() -> str:
     return str(g.tenant)
 
 
+def model_of(thing: Run | Sampler) -> BaseModel:
+    """Return the base model of a run or a sampler.
+
+    Raises:
+        NotServed: the service was started without it. Nothing that waits for it is lost, nor may be used up.
+    """
+    try:
+        model = registry().model(thing.base_model)
+    except NotFound as missing:
+        raise NotServed(
+            f"{missing}; this was made on it and waits unchanged until an operator starts the service with "
+            f"--model {thing.base_model} again, and the same request is sent again"
+        ) from missing
+    if model.is_other(thing.base_digest):
+        raise NotServed(
+            f"other weights are served as {model.name} than those that this was made on; it waits unchanged until an "
+            "operator starts the service with the old ones again"
+        )
+    return model
+
+
 def base_model(name: str, *, field: str = "base_model") -> BaseModel:
     """Return the served base model that a request names. A suffix after a colon is the client's own.
 
@@ -87,3 +115,12 @@ def base_model(name: str, *, field: str = "base_model") -> BaseModel:
         return registry().model(name.partition(":")[0])
     except NotFound as unknown:
         raise InvalidRequest(f"{field}: {unknown}") from unknown
+
+
+def check_base(checkpoint: Checkpoint, *, field: str) -> None:
+    """Refuse a checkpoint that was made on other weights than those that its base model's name means now."""
+    model = base_model(checkpoint.base_model, field=field)
+    if model.is_other(checkpoint.base_digest):
+        raise InvalidRequest(
+            f"{field}: {checkpoint.uri} was made on other weights than those that are served as {model.name} now"
+        )

@@ -10,10 +10,10 @@ from flask.views import MethodView
 from marshmallow import ValidationError, fields, post_load, validates_schema
 
 from openrl.app import checks, wire
-from openrl.app.context import base_model, registry, services, tenant
+from openrl.app.context import base_model, check_base, registry, services, tenant
 from openrl.app.schemas import Flag, Metadata, PromiseSchema, Sent, Text, Whole, tag
 from openrl.app.submission import consumes_its_key, enqueue, own_run
-from openrl.tasks.errors import InvalidRequest
+from openrl.tasks.errors import InvalidRequest, shown
 from openrl.tasks.journal import Promise
 from openrl.tasks.messages import CreateModel, LoadWeights
 from openrl.tasks.registry import Checkpoint, Run
@@ -34,7 +34,7 @@ class OptimizerConfigSchema(Sent):
     def only_adamw(self, data: Mapping[str, Any], **_options: Any) -> None:
         """Refuse what isn't served, by name."""
         if data["type"] != ADAMW:
-            raise ValidationError(f"{data['type']!r} isn't served: use {ADAMW!r}", "type")
+            raise ValidationError(f"{shown(data['type'])} isn't served: use {ADAMW!r}", "type")
 
 
 class LoraConfigSchema(Sent):
@@ -132,7 +132,14 @@ def create(creation: Creation) -> Promise:
     model = base_model(creation.message.base_model)
     message = replace(creation.message, base_model=model.name)
     checks.check_create(message, model, services().settings.max_lora_rank)
-    promise = services().journal.create(tenant(), creation.session_id, creation.model_seq_id, message, slug=model.slug)
+    promise = services().journal.create(
+        tenant(),
+        creation.session_id,
+        creation.model_seq_id,
+        message,
+        slug=model.slug,
+        base_digest=model.digest,
+    )
     services().ring(message.kind, model.slug, tenant(), promise.request_id)
     return promise
 
@@ -140,7 +147,7 @@ def create(creation: Creation) -> Promise:
 def _load_onto(asked: Mapping[str, Any]) -> Promise:
     for name in ("base_model", "optimizer_config"):
         if name in asked:
-            raise InvalidRequest(f"{name} belongs to a new run; the run {asked['model_id']!r} keeps its own")
+            raise InvalidRequest(f"{name} belongs to a new run; the run {shown(asked['model_id'])} keeps its own")
     run = own_run(asked["model_id"])
     checkpoint = _training_checkpoint(asked)
     _require_same_shape(run, checkpoint)
@@ -154,7 +161,7 @@ def _create_from(asked: Mapping[str, Any]) -> Promise:
     checkpoint = _training_checkpoint(asked)
     if "base_model" in asked and base_model(asked["base_model"]).name != checkpoint.base_model:
         raise InvalidRequest(
-            f"base_model is {asked['base_model']!r}; the checkpoint was trained on {checkpoint.base_model!r}"
+            f"base_model is {shown(asked['base_model'])}; the checkpoint was trained on {checkpoint.base_model!r}"
         )
     message = CreateModel(
         base_model=checkpoint.base_model,
@@ -175,10 +182,11 @@ def _training_checkpoint(asked: Mapping[str, Any]) -> Checkpoint:
     checkpoint = registry().checkpoint_by_uri(tenant(), asked["path"])
     if not checkpoint.checkpoint_id.startswith(TRAINING_SEGMENT):
         raise InvalidRequest(
-            f"path {asked['path']!r} is for sampling only; training loads tinker://<run>/{TRAINING_SEGMENT}<name>"
+            f"path {shown(asked['path'])} is no training checkpoint; training loads tinker://<run>/{TRAINING_SEGMENT}<name>"
         )
+    check_base(checkpoint, field="path")
     if asked["optimizer"] and not checkpoint.has_optimizer:
-        raise InvalidRequest(f"optimizer is true, but {asked['path']!r} was saved without its optimizer's state")
+        raise InvalidRequest(f"optimizer is true, but {shown(asked['path'])} was saved without its optimizer's state")
     return checkpoint
 
 

@@ -2,7 +2,8 @@
 
 Every answer is JSON: `{"error": {"code", "message", "request_id"}, "detail"}`. Statuses follow what the
 SDK does with them: it repeats 408, 409, 429 and 5xx for minutes, so nothing permanent is ever one of
-those. A traceback goes to the log under the request id, never to a client.
+those. A traceback goes to the log under the request id, never to a client. Only what is no HTTP at all never gets
+here: gunicorn answers it by itself, with 400 and a line of HTML.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ log = logging.getLogger(__name__)
 
 TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (errors.Unauthorized, 401, "unauthorized"),
+    (errors.Forbidden, 403, "forbidden"),
+    (errors.NotLocal, 403, "not_local"),
+    (errors.Incomplete, 408, "incomplete"),
     (errors.TooLarge, 413, "too_large"),
     (errors.KeyReused, 422, "key_reused"),
     (errors.Undecodable, 400, "undecodable"),
@@ -25,6 +29,7 @@ TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (errors.NotFound, 404, "not_found"),
     (errors.Gone, 410, "gone"),
     (errors.Overloaded, 429, "overloaded"),
+    (errors.NotServed, 503, "not_served"),
     (errors.StoreUnavailable, 503, "store_unavailable"),
 )
 """Looked through in order: a class comes before its base."""

@@ -14,7 +14,20 @@ from flask import Flask, Response
 from flask.json.provider import DefaultJSONProvider
 from flask_smorest import Api
 
-from openrl.app import auth, checkpoints, creation, errors, futures, runs, sampling, service, sessions, training
+from openrl.app import (
+    auth,
+    checkpoints,
+    creation,
+    errors,
+    exports,
+    futures,
+    runs,
+    sampling,
+    service,
+    sessions,
+    training,
+    wire,
+)
 from openrl.app.context import EXTENSION, Services
 from openrl.app.schemas import ErrorSchema
 from openrl.app.settings import AppSettings
@@ -54,10 +67,11 @@ def create_app(settings: AppSettings | None = None, *, store: Store | None = Non
     )
     app.extensions[EXTENSION] = Services.on(store, settings)
     api = _Api(app)
-    for noun in (service, sessions, creation, training, runs, checkpoints, sampling, futures):
+    for noun in (service, sessions, creation, training, runs, checkpoints, exports, sampling, futures):
         api.register_blueprint(noun.blp, url_prefix=PREFIX)
     errors.register(app)
     auth.register(app)
+    wire.register(app)
     app.add_url_rule(f"{PREFIX}/docs", "docs", lambda: Response(_page(api.spec.to_dict()), mimetype="text/html"))
     return app
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
-from gevent import get_hub, monkey
+from gevent import Timeout, get_hub, monkey
 from gevent.pool import Pool
 
 log = logging.getLogger(__name__)
@@ -26,9 +26,31 @@ def off_loop(work: Callable[..., T], *args: object, large: bool) -> T:
     `work` must touch neither the request nor the store, which belong to the event loop.
     """
     if large and _on_gevent():
-        result: T = get_hub().threadpool.apply(work, args)
-        return result
+        result, error = get_hub().threadpool.apply(_outcome, (work, args))
+        if error is not None:
+            raise error
+        return cast(T, result)
     return work(*args)
+
+
+def _outcome(work: Callable[..., T], args: tuple[object, ...]) -> tuple[T | None, Exception | None]:
+    """Return what `work(*args)` returns or raises: gevent would write a traceback of what leaves a native thread."""
+    try:
+        return work(*args), None
+    except Exception as error:
+        return None, error
+
+
+def within(seconds: float, work: Callable[..., T], *args: object) -> T:
+    """Return `work(*args)`, which waits for somebody else on the event loop; where there is none, it waits for ever.
+
+    Raises:
+        TimeoutError: it took longer than `seconds`, and was given up.
+    """
+    if not _on_gevent():
+        return work(*args)
+    with Timeout(seconds, TimeoutError):
+        return work(*args)
 
 
 def beside(work: Callable[..., None], *args: object) -> None:
@@ -39,6 +61,28 @@ def beside(work: Callable[..., None], *args: object) -> None:
         _beside.spawn(work, *args)
     else:
         log.warning("%s left out: %d of them still wait", getattr(work, "__name__", work), _beside.size)
+
+
+class Budget:
+    """A number of bytes that the requests of this process share; native threads may take from it too."""
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+        # A native lock, held for nothing that waits: gevent's own belong to one thread's loop.
+        self._lock = monkey.get_original("_thread", "allocate_lock")()
+
+    def take(self, size: int) -> bool:
+        """Take `size` bytes and return True, or nothing and False where they aren't left."""
+        with self._lock:
+            if size > self._left:
+                return False
+            self._left -= size
+            return True
+
+    def give_back(self, size: int) -> None:
+        """Give back what was taken."""
+        with self._lock:
+            self._left += size
 
 
 def _on_gevent() -> bool:

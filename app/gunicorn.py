@@ -34,8 +34,9 @@ class Server(BaseApplication):
     def load_config(self) -> None:
         """Hand our settings to gunicorn."""
         host = f"[{self._settings.host}]" if ":" in self._settings.host else self._settings.host
+        given = self._settings.listen_fd >= 0
         for name, value in {
-            "bind": f"{host}:{self._settings.port}",
+            "bind": f"fd://{self._settings.listen_fd}" if given else f"{host}:{self._settings.port}",
             "workers": self._settings.api_workers,
             "worker_class": Worker,
             "worker_connections": self._settings.worker_connections,

@@ -13,9 +13,9 @@ from openrl.app.checkpoints import ALL, CheckpointSchema
 from openrl.app.context import registry, tenant
 from openrl.app.creation import ADAMW
 from openrl.app.schemas import CursorSchema, PageSchema, Sent, Text, Time, as_strings, tag
-from openrl.app.submission import own_run
+from openrl.app.submission import own_run_and_model
 from openrl.tasks.errors import NotFound
-from openrl.tasks.registry import Run
+from openrl.tasks.registry import BaseModel, Run
 
 blp = wire.Blueprint("runs", __name__, description="Runs: describe, list.")
 
@@ -75,7 +75,7 @@ class InfoView(MethodView):
     @blp.arguments(RunIdSchema, location="wire")
     def post(self, asked: dict[str, str]) -> dict[str, Any]:
         """Say what a run is."""
-        return _info(own_run(asked["model_id"]))
+        return _info(*own_run_and_model(asked["model_id"]))
 
 
 @blp.route("/training_runs")
@@ -97,8 +97,7 @@ class RunView(MethodView):
         return registry().run(tenant(), run_id)
 
 
-def _info(run: Run) -> dict[str, Any]:
-    model = registry().model(run.base_model)
+def _info(run: Run, model: BaseModel) -> dict[str, Any]:
     return {
         "model_id": run.run_id,
         "model_data": {"arch": model.arch, "model_name": model.name, "tokenizer_id": model.tokenizer_id},

@@ -15,13 +15,16 @@ from typing import Any
 import marshmallow
 from marshmallow import RAISE, ValidationError, fields, pre_load, validate
 
+from openrl.tasks.errors import shown
+
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
 MAX_METADATA_BYTES = 64 << 10
 MAX_LISTED = 1000
 
-_SHOWN_CHARS = 80
+_NAME_CHARS = 80
+"""What is repeated of a field's name, which may be one that nobody knows."""
 
 
 class Text(fields.String):
@@ -220,14 +223,17 @@ def _shown(path: tuple[Any, ...], data: Any) -> str:
     """Return `lora_config.rank = 'x'`; without the value where it is absent."""
     name = ""
     for step in path:
-        name += f"[{step}]" if isinstance(step, int) else f".{step}" if name else str(step)
+        named = _cut(str(step))
+        name += f"[{named}]" if isinstance(step, int) else f".{named}" if name else named
         try:
             data = data[step]
         except (TypeError, KeyError, IndexError):
             return name
-    text = repr(data)
-    text = text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
-    return f"{name} = {text}" if name else "the body"
+    return f"{name} = {shown(data)}" if name else "the body"
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= _NAME_CHARS else name[:_NAME_CHARS] + "..."
 
 
 def _is_finite(value: float) -> bool:

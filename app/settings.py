@@ -6,10 +6,12 @@ store's own settings are `openrl.tasks.settings`.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
+from urllib.parse import urlsplit
+
+from openrl.tasks.loopback import is_loopback
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
@@ -25,6 +27,10 @@ class AppSettings:
     port: int = 8000
     """TCP port to listen on; 0 lets the system choose one."""
 
+    listen_fd: int = -1
+    """An open, listening socket that is used in place of `host` and `port`, whatever they say: `openrl up` holds its
+    port from the first check on and hands it down, so that nobody else can answer there. -1: none."""
+
     api_workers: int = 2
     """Gunicorn processes. One holds thousands of polls (gevent); a second keeps answering while the first decodes."""
 
@@ -39,6 +45,14 @@ class AppSettings:
 
     max_decoded_bytes: int = 256 << 20
     """Largest request body after zstd: a small bomb must not fill the memory."""
+
+    body_timeout_s: float = 60.0
+    """Time that the next MiB of a request's body, or what is left of it, may take to arrive, seconds. A link that is
+    slower than 17 KB a second is hardly one to train over, and whoever has gone away must not hold a connection."""
+
+    max_held_bytes: int = 1 << 30
+    """Request bodies, as sent and decoded, that one process holds at a time; a client beyond that is told to wait. Room
+    for three of the largest, and for hundreds of the 5 MB that the SDK sends."""
 
     poll_min_s: float = 15.0
     """Least time a poll for a pending result is held, seconds. The SDK polls again at once, so short holds are load."""
@@ -63,6 +77,14 @@ class AppSettings:
     """Samples that one sampling client keeps in flight. Each holds an open poll, so the SDK's own 2000 would let two
     clients fill a process; 512 still gives an engine far more than it runs at once."""
 
+    public_url: str = ""
+    """Where clients reach the service, if a proxy changes scheme, host or path: links to files begin with it. Empty:
+    they begin with what the request was sent to."""
+
+    download_link_ttl_s: int = 900
+    """How long a link to an exported file works, seconds. The SDK signs anew when under 5 minutes are left, and a
+    download that has begun goes on."""
+
     dynamic_config_refresh_s: int = 300
     """How often a client asks for the dynamic configuration, seconds. The SDK's default; nothing changes faster."""
 
@@ -72,10 +94,15 @@ class AppSettings:
     def __post_init__(self) -> None:
         for name in ("api_workers", "worker_connections", "keepalive_s", "max_body_bytes", "max_decoded_bytes"):
             _require(getattr(self, name) >= 1, name, "must be at least 1")
+        largest = self.max_body_bytes + self.max_decoded_bytes
+        _require(self.max_held_bytes >= largest, "max_held_bytes", f"must be at least {largest}, one largest body")
         _require(0 <= self.port <= 65535, "port", "must be 0 to 65535")
+        _require(0 < self.body_timeout_s < float("inf"), "body_timeout_s", "must be more than 0")
         _require(0 < self.poll_min_s <= self.poll_max_s <= 40, "poll_min_s", "0 < poll_min_s <= poll_max_s <= 40")
         _require(self.max_lora_rank >= 1, "max_lora_rank", "must be at least 1")
         _require(self.sample_max_concurrent_requests >= 1, "sample_max_concurrent_requests", "must be at least 1")
+        _require(_is_base_url(self.public_url), "public_url", "must be http(s)://HOST[:PORT][/PATH]")
+        _require(1 <= self.download_link_ttl_s <= 86400, "download_link_ttl_s", "must be 1 to 86400")
         _require(self.dynamic_config_refresh_s >= 10, "dynamic_config_refresh_s", "must be at least 10")
         _require(not self.custom_loss_server_side, "custom_loss_server_side", "isn't served here: leave it off")
 
@@ -94,12 +121,12 @@ class AppSettings:
         return is_loopback(self.host)
 
 
-def is_loopback(host: str) -> bool:
-    """Tell whether an address to listen on is reachable from this machine alone."""
-    if host == "localhost":
+def _is_base_url(text: str) -> bool:
+    if not text:
         return True
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
     except ValueError:
         return False
 

@@ -6,7 +6,6 @@ the run would wait for it. Knows no operation in particular.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,11 +13,11 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from openrl.app import wire
-from openrl.app.context import registry, services, tenant
+from openrl.app.context import model_of, registry, services, tenant
 from openrl.tasks.errors import Gone, InvalidRequest, KeyReused, NotFound
 from openrl.tasks.journal import Promise
 from openrl.tasks.messages import Message
-from openrl.tasks.registry import Run
+from openrl.tasks.registry import BaseModel, Run
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,8 +33,20 @@ class Submission:
 
 
 def own_run(run_id: str) -> Run:
-    """Return a run of the tenant who asks."""
-    return registry().run(tenant(), run_id)
+    """Return a run of the tenant who asks, on a base model that is served."""
+    return own_run_and_model(run_id)[0]
+
+
+def own_run_and_model(run_id: str) -> tuple[Run, BaseModel]:
+    """Return a run of the tenant who asks, and its base model.
+
+    Raises:
+        NotFound: no such run.
+        NotServed: nobody would carry out its operations. None may be accepted, and no `seq_id` used up: after a
+            start with the wrong models and another with the right ones, the client's loop goes on.
+    """
+    run = registry().run(tenant(), run_id)
+    return run, model_of(run)
 
 
 def submit(asked: Submission) -> Promise:
@@ -71,7 +82,6 @@ def consumes_its_key(kind: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def _consume(kind: str, error: str) -> None:
     if address := wire.address():
-        digest = hashlib.sha256(kind.encode() + wire.seen()).digest()
         # A run of nobody's, or a key that an accepted operation holds already: nothing is left to use up.
         with suppress(NotFound, Gone, KeyReused):
-            services().journal.refuse(tenant(), *address, kind, digest, error)
+            services().journal.refuse(tenant(), *address, kind, wire.digest(kind.encode()), error)

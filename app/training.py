@@ -10,12 +10,13 @@ from flask.views import MethodView
 from marshmallow import ValidationError, fields, post_load, validates_schema
 
 from openrl.app import checks, wire
-from openrl.app.context import registry
 from openrl.app.greenlets import off_loop
 from openrl.app.schemas import Number, PromiseSchema, Sent, Text, Whole, tag
-from openrl.app.submission import Submission, consumes_its_key, enqueue, own_run, submit
+from openrl.app.submission import Submission, consumes_its_key, enqueue, own_run_and_model, submit
+from openrl.tasks.errors import shown
 from openrl.tasks.journal import Promise
 from openrl.tasks.messages import Forward, ForwardBackward, OptimStep
+from openrl.tasks.operations import JSON, PROTOBUF
 from openrl.tasks.wire import codec
 
 blp = wire.Blueprint("training", __name__, description="Runs: feed, step.")
@@ -48,7 +49,7 @@ class OptimStepSchema(Sent):
         """Refuse other optimizers, and a step without parameters."""
         if "optimizer_params" in data:
             name = data["optimizer_params"].get("type")
-            raise ValidationError(f"{name!r} isn't served: send adam_params for AdamW", "optimizer_params")
+            raise ValidationError(f"{shown(name)} isn't served: send adam_params for AdamW", "optimizer_params")
         if "adam_params" not in data:
             raise ValidationError("is required", "adam_params")
 
@@ -74,7 +75,7 @@ class ForwardBackwardSchema(marshmallow.Schema):
 
 @blp.route("/forward_backward")
 class ForwardBackwardView(MethodView):
-    @blp.doc(requestBody={"content": {wire.JSON: {"schema": ForwardBackwardSchema}, wire.PROTOBUF: {}}})
+    @blp.doc(requestBody={"content": {JSON: {"schema": ForwardBackwardSchema}, PROTOBUF: {}}})
     @blp.response(200, PromiseSchema)
     @consumes_its_key(ForwardBackward.kind)
     def post(self) -> Promise:
@@ -84,7 +85,7 @@ class ForwardBackwardView(MethodView):
 
 @blp.route("/forward")
 class ForwardView(MethodView):
-    @blp.doc(requestBody={"content": {wire.JSON: {"schema": ForwardBackwardSchema}}})
+    @blp.doc(requestBody={"content": {JSON: {"schema": ForwardBackwardSchema}}})
     @blp.response(200, PromiseSchema)
     @consumes_its_key(Forward.kind)
     def post(self) -> Promise:
@@ -104,8 +105,7 @@ class OptimStepView(MethodView):
 
 def _forward_backward(*, forward_only: bool) -> Promise:
     asked = _decoded(forward_only)
-    run = own_run(asked.model_id)
-    model = registry().model(run.base_model)
+    run, model = own_run_and_model(asked.model_id)
     off_loop(checks.check_forward_backward, asked, model, large=len(wire.body()) > wire.LARGE_BYTES)
     kind = Forward if asked.forward_only else ForwardBackward
     message = kind(data=asked.data, loss_fn=asked.loss_fn, loss_fn_config=asked.loss_fn_config)

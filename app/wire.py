@@ -1,37 +1,45 @@
 """What arrives in a request's body: its size, its compression, JSON or protobuf by its content type.
 
-Bodies are read once, against two caps (as sent, and after zstd), and large ones are decoded in a native
-thread so that the polls of the same process keep their pace. Knows no operation: blueprints bring their
-schema, `openrl.tasks.wire.codec` the protobuf.
+Bodies are read once, against two caps (as sent, and after zstd) and a budget that all requests of the process
+share, and large ones are decoded in a native thread so that the polls of the same process keep their pace. Knows
+no operation: blueprints bring their schema, `openrl.tasks.wire.codec` the protobuf.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
 import flask_smorest
 import marshmallow
 import zstandard
-from flask import Request, g, request
+from flask import Flask, Request, g, request
+from gunicorn.http.errors import ParseException
 from webargs.flaskparser import FlaskParser
 
 from openrl.app.context import services
-from openrl.app.greenlets import off_loop
+from openrl.app.greenlets import Budget, off_loop, within
 from openrl.app.schemas import explain
-from openrl.tasks.errors import InvalidRequest, TooLarge, Undecodable
+from openrl.tasks.errors import Incomplete, InvalidRequest, Overloaded, TooLarge, Undecodable, shown
+from openrl.tasks.operations import JSON, PROTOBUF
 from openrl.tasks.wire import codec
-
-JSON = "application/json"
-PROTOBUF = "application/x-protobuf"
 
 LARGE_BYTES = 128 << 10
 """A body over this size (or a compressed one) is decoded off the event loop; under it, the hop costs more."""
 
 HEAD_BYTES = 64 << 10
 """What is kept of a body that is refused for its size: enough to find whose turn it uses up."""
+
+HEAD_WAIT_S = 1.0
+"""How long those first bytes are waited for."""
+
+MAX_DEPTH = 32
+"""Objects and lists inside each other in JSON. The deepest that an SDK sends is under 10; whatever looks into a value
+later can do so by recursion."""
 
 _CHUNK_BYTES = 1 << 20
 _ZSTD_STEP_BYTES = 1 << 10
@@ -40,7 +48,34 @@ _ZSTD_STEP_BYTES = 1 << 10
 _ZSTD_WINDOW_BYTES = 1 << 27
 """What one decoder may hold; zstd's own default."""
 
+MAX_FRAMES = 16
+"""Frames of one zstd body. The SDK sends one; each costs a decoder, however empty it is."""
+
 T = TypeVar("T")
+
+
+class Share:
+    """What the body of one request takes from the budget of all; a native thread may take too."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._taken = 0
+
+    def take(self, size: int) -> None:
+        """Take `size` bytes more, or raise Overloaded."""
+        if not self._budget.take(size):
+            raise Overloaded("too many bodies are being read at once: send this one again in a moment")
+        self._taken += size
+
+    def give_back(self) -> None:
+        """Give back all of it."""
+        self._budget.give_back(self._taken)
+        self._taken = 0
+
+
+def register(app: Flask) -> None:
+    """Give back what a request's body took from the budget when the request ends."""
+    app.teardown_request(lambda _: g.share.give_back() if "share" in g else None)
 
 
 def is_protobuf() -> bool:
@@ -49,7 +84,7 @@ def is_protobuf() -> bool:
     That JSON must call itself JSON also keeps web pages from posting to a service on this machine.
     """
     if request.mimetype not in (JSON, PROTOBUF):
-        raise Undecodable(f"Content-Type is {request.mimetype!r}; it must be {JSON} or {PROTOBUF}")
+        raise Undecodable(f"Content-Type is {shown(request.mimetype)}; it must be {JSON} or {PROTOBUF}")
     return bool(request.mimetype == PROTOBUF)
 
 
@@ -58,9 +93,12 @@ def body() -> bytes:
 
     Raises:
         TooLarge: over a cap; the first bytes are still known to `address`.
+        Overloaded: the process holds enough bodies already; nothing is used up.
+        Incomplete: it did not arrive whole; nothing is used up.
         Undecodable: the compression is broken.
     """
     if "body" not in g:
+        g.share = Share(services().bodies)
         g.body = _decompressed(_received(services().settings.max_body_bytes))
     return bytes(g.body)
 
@@ -70,11 +108,12 @@ def json_object() -> dict[str, Any]:
 
     Raises:
         Undecodable: it isn't JSON, or not an object.
+        InvalidRequest: it is nested too deep.
     """
     if not body() and not request.mimetype:
         return {}
     if is_protobuf():
-        raise Undecodable(f"Content-Type is {request.mimetype!r}; this route takes {JSON}")
+        raise Undecodable(f"Content-Type is {shown(request.mimetype)}; this route takes {JSON}")
     found = decoded(_parse_json)
     if not isinstance(found, dict):
         raise Undecodable(f"the body is JSON, but a {type(found).__name__} where an object belongs")
@@ -89,8 +128,17 @@ def decoded(decode: Callable[[bytes], T]) -> T:
 def address() -> tuple[str, int] | None:
     """Return the (model_id, seq_id) of the body as far as it can be read, also when the rest can't."""
     data = seen()
-    if request.mimetype == PROTOBUF:
-        return codec.peek_forward_backward(data)
+    read = codec.peek_forward_backward if request.mimetype == PROTOBUF else _peek_json
+    return off_loop(read, data, large=len(data) > LARGE_BYTES)
+
+
+def digest(prefix: bytes) -> bytes:
+    """Return what tells this body, as far as it was read, from any other."""
+    data = seen()
+    return off_loop(lambda: hashlib.sha256(prefix + data).digest(), large=len(data) > LARGE_BYTES)
+
+
+def _peek_json(data: bytes) -> tuple[str, int] | None:
     try:
         found = json.loads(data)
         run_id, seq_id = found["model_id"], found["seq_id"]
@@ -129,19 +177,44 @@ class Blueprint(flask_smorest.Blueprint):
 
 
 def _received(limit: int) -> bytes:
-    """Read the body as it was sent, no more than `limit` bytes of it."""
+    """Read the body as it was sent, no more than `limit` bytes of it; only its head where it says that it has more.
+
+    Raises:
+        Incomplete: it stopped arriving, or broke off; nothing is used up, and the client sends it again.
+    """
     announced = request.content_length or 0
+    if announced > limit:
+        with suppress(Incomplete, Undecodable):
+            g.head = _head(_read(HEAD_BYTES, HEAD_WAIT_S))
+        raise _over(limit)
     parts: list[bytes] = []
     size = 0
-    while announced <= limit and (part := request.stream.read(_CHUNK_BYTES)):
+    while part := _read(_CHUNK_BYTES, services().settings.body_timeout_s):
         parts.append(part)
         size += len(part)
+        g.share.take(len(part))
         if size > limit:
-            break
-    if max(announced, size) > limit:
-        g.head = _head(parts[0] if parts else request.stream.read(HEAD_BYTES))
-        raise TooLarge(f"the body is over {limit} bytes: send less at once, or have OPENRL_MAX_BODY_BYTES raised")
+            g.head = _head(parts[0])
+            raise _over(limit)
+    if size < announced:
+        raise Incomplete(f"the body broke off after {size} of {announced} bytes: send it again")
     return b"".join(parts)
+
+
+def _over(limit: int) -> TooLarge:
+    return TooLarge(f"the body is over {limit} bytes: send less at once, or have OPENRL_MAX_BODY_BYTES raised")
+
+
+def _read(size: int, timeout_s: float) -> bytes:
+    """Read the next bytes of the body; after an error the server closes the connection."""
+    try:
+        return bytes(within(timeout_s, request.stream.read, size))
+    except ParseException as broken:
+        raise Undecodable("the body's chunked encoding is broken: send it whole, with a Content-Length") from broken
+    except TimeoutError as stalled:
+        raise Incomplete(f"the body stopped arriving for {timeout_s:g} s: send it again") from stalled
+    except OSError as gone:
+        raise Incomplete("the body broke off: send it again") from gone
 
 
 def _decompressed(data: bytes) -> bytes:
@@ -149,34 +222,39 @@ def _decompressed(data: bytes) -> bytes:
     if encoding in ("", "identity"):
         return data
     if encoding != "zstd":
-        raise Undecodable(f"Content-Encoding is {encoding!r}; it must be zstd, or absent")
+        raise Undecodable(f"Content-Encoding is {shown(encoding)}; it must be zstd, or absent")
     limit = services().settings.max_decoded_bytes
     try:
-        return off_loop(unpack, data, limit, large=True)
+        return off_loop(unpack, data, limit, g.share.take, large=True)
     except TooLarge:
         g.head = _head(data)
         raise
 
 
-def unpack(data: bytes, limit: int) -> bytes:
-    """Decompress zstd frames, never holding much more than `limit` bytes.
+def unpack(data: bytes, limit: int, take: Callable[[int], None] = lambda size: None) -> bytes:
+    """Decompress zstd frames, never holding much more than `limit` bytes, nor than `take` grants.
 
     Raises:
         TooLarge: there is more than `limit`.
-        Undecodable: the frames are broken or cut short.
+        Undecodable: the frames are broken, cut short, or too many.
     """
     parts: list[bytes] = []
-    size = 0
+    size = frames = 0
     stream = None
     try:
         for start in range(0, len(data), _ZSTD_STEP_BYTES):
             rest = data[start : start + _ZSTD_STEP_BYTES]
             while rest:
-                stream = stream or zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj()
+                if stream is None:
+                    frames += 1
+                    if frames > MAX_FRAMES:
+                        raise Undecodable(f"the body has over {MAX_FRAMES} zstd frames: send one")
+                    stream = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW_BYTES).decompressobj()
                 parts.append(stream.decompress(rest))
                 size += len(parts[-1])
                 if size > limit:
                     raise TooLarge(f"the body is over {limit} bytes after zstd: send less at once")
+                take(len(parts[-1]))
                 rest = stream.unused_data if stream.eof else b""
                 stream = None if stream.eof else stream
     except zstandard.ZstdError as broken:
@@ -199,11 +277,29 @@ def _head(data: bytes) -> bytes:
 
 def _parse_json(data: bytes) -> Any:
     try:
-        return json.loads(data)
+        found = json.loads(data)
     except RecursionError as deep:
-        raise Undecodable("the body's JSON is nested too deep") from deep
+        raise _too_deep() from deep
     except ValueError as broken:
         raise Undecodable(f"the body isn't JSON: {broken}") from broken
+    if _is_deep(found):
+        raise _too_deep()
+    return found
+
+
+def _is_deep(value: Any) -> bool:
+    """Tell whether containers lie in each other more than `MAX_DEPTH` deep. Looks level by level, without recursion."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        children = (child for each in level for child in (each.values() if isinstance(each, dict) else each))
+        level = [child for child in children if isinstance(child, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def _too_deep() -> InvalidRequest:
+    return InvalidRequest(f"the body's JSON is nested too deep: at most {MAX_DEPTH} objects and lists in each other")
 
 
 def _searched(data: bytes) -> tuple[str | None, int | None]:

@@ -55,10 +55,14 @@ class Beat(threading.Thread):
 
 
 def main() -> int:
-    """Serve the queue `control` until SIGTERM or SIGINT. Returns the exit status."""
+    """Serve the queue `control` until SIGTERM or SIGINT. Returns the exit status, 2 where a setting makes no sense."""
     die_with_parent()
-    settings = StoreSettings.from_env()
-    SchedulerTask.reconciler = Reconciler(Store.connect(settings), SchedulerSettings.from_env(os.environ))
+    try:
+        settings, own = StoreSettings.from_env(), SchedulerSettings.from_env(os.environ)
+    except ValueError as nonsense:
+        sys.stderr.write(f"openrl.scheduler: {nonsense}\n")
+        return 2
+    SchedulerTask.reconciler = Reconciler(Store.connect(settings), own)
     # No results are kept, so nothing needs the cleanup that Celery would add to the schedule.
     celery.conf.update(beat_schedule=SCHEDULE, result_expires=None)
     for name in EVERY_TICK:
@@ -70,7 +74,7 @@ def main() -> int:
         hostname=f"scheduler@{socket.gethostname()}",
         pool="solo",
         queues=[CONTROL_QUEUE],
-        loglevel=os.environ.get("OPENRL_LOG_LEVEL", "INFO"),
+        loglevel=settings.log_level,
         without_gossip=True,
         without_mingle=True,
         quiet=True,

@@ -10,13 +10,33 @@ from collections.abc import Iterable
 
 from openrl.scheduler.resources import Action, Decision, Demand, Pool, Snapshot, Worker, Workload
 
+HUNG_LEASES, HUNG_LEAST_S = 3.0, 30.0
+"""A process that runs hangs when its lease ended so many leases ago, or so many seconds if that is longer."""
+
 
 def decide(snapshot: Snapshot) -> Decision:
-    """Return the starts and stops that bring what runs in line with what is asked for."""
+    """Return what brings what runs in line with what is asked for."""
     stops = [action for workload in _by_name(snapshot.workloads) if (action := _stop(workload, snapshot))]
     leaving = {action.workload.name for action in stops}
     staying = [workload for workload in snapshot.workloads if workload.name not in leaving]
-    return Decision(actions=(*stops, *_starts(snapshot, staying)))
+    replaced = [action for workload in _by_name(staying) if (action := _replace(workload, snapshot))]
+    return Decision(actions=(*stops, *replaced, *_starts(snapshot, staying)))
+
+
+def _replace(workload: Workload, snapshot: Snapshot) -> Action | None:
+    """Replace a process that runs and has lost its lease for so long that it must hang.
+
+    One that never had a lease is still starting. A time in which the scheduler saw nothing doesn't count: the store
+    or the whole machine may have stood still, and nobody could renew anything.
+    """
+    process, sign = snapshot.processes.get(workload.name), snapshot.signs.get(workload.name)
+    if process is None or sign is None or (process.pid, process.generation) != (sign.pid, workload.generation):
+        return None
+    silent_s = snapshot.now - max(sign.at, snapshot.watched_since)
+    if silent_s < snapshot.lease_s + max(HUNG_LEASES * snapshot.lease_s, HUNG_LEAST_S):
+        return None
+    reason = f"process {process.pid} runs and has not renewed its lease for {silent_s:.0f} s: it hangs"
+    return Action(verb="replace", workload=workload, reason=reason)
 
 
 def _stop(workload: Workload, snapshot: Snapshot) -> Action | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from openrl.scheduler.resources import KINDS, Demand, Kind, Pool, Worker
+from openrl.scheduler.resources import KINDS, Demand, Kind, Pool, Sign, Worker
 from openrl.tasks import keys
 from openrl.tasks.journal import Journal
 from openrl.tasks.registry import BaseModel
@@ -37,6 +37,14 @@ def workers(store: Store) -> tuple[Worker, ...]:
         ids = sorted(member.decode() for member in client.smembers(keys.WORKERS))
         rows = [client.hgetall(keys.worker(worker_id)) for worker_id in ids]
     return tuple(_worker(worker_id, row) for worker_id, row in zip(ids, rows, strict=True) if row)
+
+
+def signs(store: Store) -> dict[str, Sign]:
+    """Return the last sign of life of each worker that did not leave by itself, by its id."""
+    with translated():
+        rows = store.redis.hgetall(keys.SIGNS)
+    parts = {worker_id.decode(): row.decode().split() for worker_id, row in rows.items()}
+    return {worker_id: Sign(pid=int(pid), at=float(at)) for worker_id, (pid, at) in parts.items()}
 
 
 def _worker(worker_id: str, row: Mapping[bytes, Any]) -> Worker:

@@ -1,7 +1,8 @@
 """Base models by name: from a local directory or the Hugging Face hub to a registry row.
 
-Reads config and file names, never weights: which architectures can be served is known by the workers
-alone. The hub's own environment (HF_HOME, HF_HUB_OFFLINE, HF_TOKEN) is respected.
+Reads configs, headers and samples, not all of the weights. What can't be served is refused here, by the workers' own
+rules: a worker that can't load its model could only be started again and again. The hub's own environment (HF_HOME,
+HF_HUB_OFFLINE, HF_TOKEN) is respected.
 """
 
 from __future__ import annotations
@@ -9,21 +10,20 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from openrl.tasks import keys
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.registry import BaseModel
+from openrl.workers.model import families, identity
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 """What is taken from the hub: no other weight formats, and nothing that runs."""
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-
-MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 
@@ -41,7 +41,10 @@ def resolve(arguments: Iterable[str]) -> list[BaseModel]:
     models: dict[str, BaseModel] = {}
     for argument in arguments:
         model = _resolve(argument)
-        if other := models.get(model.slug):
+        other = models.get(model.slug)
+        if other and other.name == model.name:
+            raise UnknownModel(f"--model {model.name} is given twice; give each base model once")
+        if other:
             raise UnknownModel(f"--model {other.name} and --model {model.name} have the same short name {model.slug!r}")
         models[model.slug] = model
     return list(models.values())
@@ -69,24 +72,36 @@ def describe(name: str, directory: Path) -> BaseModel:
         UnknownModel: something that serving needs is missing.
     """
     config = _config(name, directory)
+    with _naming(name):
+        context = families.max_context(config)
     if not any((directory / file).is_file() for file in TOKENIZERS):
         raise UnknownModel(f"--model {name}: {directory} has no tokenizer ({', '.join(TOKENIZERS[:2])})")
     tensors = _tensor_names(name, directory)
-    # A multimodal config keeps the language model's own numbers one level down.
-    text: Mapping[str, Any] = config.get("text_config") or config
-    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    with _whole(name, directory):
+        digest = identity.digest_of(directory)
+    tied = config.get("tie_word_embeddings")
     return BaseModel(
         name=name,
         slug=keys.slug(name),
         path=str(directory),
-        vocab_size=_integer(name, text, "vocab_size"),
-        max_context=_integer(name, text, "max_position_embeddings"),
-        arch=str(config.get("model_type") or text.get("model_type") or ""),
+        vocab_size=_integer(name, config, "vocab_size"),
+        max_context=context,
+        arch=str(config["model_type"]),
         tokenizer_id=name,
-        hidden_size=_integer(name, text, "hidden_size"),
-        num_layers=_integer(name, text, "num_hidden_layers"),
+        hidden_size=_integer(name, config, "hidden_size"),
+        num_layers=_integer(name, config, "num_hidden_layers"),
         tied_embeddings=bool(tied) if tied is not None else "lm_head.weight" not in tensors,
+        digest=digest,
     )
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Say whose model it is that can't be served."""
+    try:
+        yield
+    except InvalidRequest as unfit:
+        raise UnknownModel(f"--model {name}: {unfit}") from unfit
 
 
 def _config(name: str, directory: Path) -> dict[str, Any]:
@@ -109,28 +124,23 @@ def _integer(name: str, config: Mapping[str, Any], field: str) -> int:
 
 
 def _tensor_names(name: str, directory: Path) -> set[str]:
-    try:
-        files = _tensor_files(directory)
-    except FileNotFoundError as missing:
-        raise UnknownModel(f"--model {name}: {directory} has no model.safetensors") from missing
-    except (ValueError, KeyError, AttributeError) as malformed:
-        raise UnknownModel(f"--model {name}: the safetensors files in {directory} are damaged") from malformed
+    with _whole(name, directory):
+        files = identity.tensor_files(directory)
     for file in sorted(set(files.values())):
         if not (directory / file).is_file():
             raise UnknownModel(f"--model {name}: {directory} lacks {file}, which its index names")
     return set(files)
 
 
-def _tensor_files(directory: Path) -> dict[str, str]:
-    """Return the file of every tensor, from the index or the header of the only file."""
-    index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-    if index.is_file():
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    with single.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > MAX_HEADER_BYTES:
-            raise ValueError(f"a header of {length} bytes")
-        return {tensor: single.name for tensor in json.loads(file.read(length)) if tensor != "__metadata__"}
+@contextmanager
+def _whole(name: str, directory: Path) -> Iterator[None]:
+    """Say whose weights are missing or damaged."""
+    try:
+        yield
+    except FileNotFoundError as missing:
+        raise UnknownModel(f"--model {name}: {directory} has no {identity.SINGLE}") from missing
+    except (ValueError, KeyError, AttributeError, TypeError) as malformed:
+        raise UnknownModel(f"--model {name}: the safetensors files in {directory} are damaged") from malformed
 
 
 def _from_hub(name: str) -> Path:
@@ -148,6 +158,10 @@ def _from_hub(name: str) -> Path:
         # A tokenizer alone may be cached: the SDK fetches it for itself.
         if cached and any(cached.glob("*.safetensors")):
             return cached
+        # Its config alone says whether the rest, gigabytes, is worth fetching.
+        config = Path(snapshot_download(name, allow_patterns=["config.json"]))
+        with _naming(name):
+            families.check(_config(name, config))
         return Path(snapshot_download(name, allow_patterns=FILES))
     except HFValidationError as malformed:
         raise UnknownModel(f"--model {name}: neither a directory nor a name that the hub could know") from malformed

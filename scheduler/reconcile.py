@@ -1,4 +1,4 @@
-"""The beat's tasks: bring what runs in line with what is asked for, close gaps, sweep expired results.
+"""The beat's tasks: bring what runs in line with what is asked for, close gaps, sweep what is left over.
 
 Each may be lost, doubled or run by two schedulers at once without harm: each looks at what is there now,
 and the store's scripts refuse what somebody else has done meanwhile.
@@ -18,6 +18,7 @@ from openrl.scheduler.clusters.local import LocalCluster
 from openrl.scheduler.decide import decide
 from openrl.scheduler.resources import Snapshot
 from openrl.scheduler.settings import SchedulerSettings
+from openrl.scheduler.sweep import sweep
 from openrl.tasks.celery import CONTROL_QUEUE, celery
 from openrl.tasks.errors import StoreUnavailable
 from openrl.tasks.futures import Futures
@@ -26,6 +27,9 @@ from openrl.tasks.registry import Registry
 from openrl.tasks.store import Store
 
 log = logging.getLogger(__name__)
+
+BREAK_S = 30.0
+"""After so long without a look at the store nobody can be blamed for not having renewed a lease."""
 
 # A tick that waited longer than its interval has nothing to add to the next one.
 SCHEDULE: dict[str, dict[str, Any]] = {
@@ -44,6 +48,11 @@ SCHEDULE: dict[str, dict[str, Any]] = {
         "schedule": 300.0,
         "options": {"queue": CONTROL_QUEUE, "expires": 300},
     },
+    "sweep-orphans": {
+        "task": "scheduler.sweep_orphans",
+        "schedule": 3600.0,
+        "options": {"queue": CONTROL_QUEUE, "expires": 3600},
+    },
 }
 
 
@@ -58,6 +67,8 @@ class Reconciler:
         self._journal = Journal(store)
         self._futures = Futures(store)
         self._cluster = LocalCluster(store)
+        self._said = False
+        self._watched_since = self._looked = float("-inf")
 
     def reconcile(self) -> None:
         """Start and stop what the demand of this moment calls for."""
@@ -66,28 +77,51 @@ class Reconciler:
         for action in decision.actions:
             if action.workload.name in changed:
                 log.info("%s %s: %s", action.verb, action.workload.name, action.reason)
+        if not self._said:
+            self._cluster.set_watched()
+            self._said = True
 
     def observe(self) -> Snapshot:
         """Return what a decision may depend on, as it is now."""
+        # Demand first: an operation that ends in between leaves an idle time of nearly nothing, never a stop.
+        asked = demand.demand(self._journal, self._registry.models())
+        # Processes before signs: one that is replaced in between has given none.
+        processes, signs = self._cluster.processes(), demand.signs(self._store)
+        self._note_look()
         return Snapshot(
-            # Demand first: an operation that ends in between leaves an idle time of nearly nothing, never a stop.
-            demand=demand.demand(self._journal, self._registry.models()),
+            demand=asked,
             workers=demand.workers(self._store),
             workloads=self._cluster.workloads(),
+            processes=processes,
+            signs=signs,
+            watched_since=self._watched_since,
+            lease_s=self._store.settings.lease_s,
             accelerators=self._settings.accelerators,
             idle_timeout_s=self._settings.idle_timeout_s,
             now=self._clock(),
         )
 
+    def _note_look(self) -> None:
+        """Note that the store answers; after a long break, watching begins anew."""
+        now = self._clock()
+        if not 0 <= now - self._looked < BREAK_S:
+            self._watched_since = now
+        self._looked = now
+
     def close_gaps(self) -> None:
         """Let runs go on past operations that never arrived."""
-        if closed := self._journal.close_gaps(self._clock()):
+        if closed := self._journal.close_gaps():
             log.info("closed %d gap(s): operations that never arrived", closed)
 
     def sweep_results(self) -> None:
         """Delete the files of results that have expired."""
         if swept := self._futures.sweep():
             log.info("deleted the files of %d expired results", swept)
+
+    def sweep_orphans(self) -> None:
+        """Delete what a crash or a deletion has left on disk."""
+        if swept := sweep(self._store, age_s=self._settings.orphan_age_s):
+            log.info("deleted %d files and directories that nothing named", swept)
 
 
 class SchedulerTask(Task):
@@ -118,3 +152,9 @@ def close_gaps(self: SchedulerTask) -> None:
 def sweep_results(self: SchedulerTask) -> None:
     """Delete files of expired results. May be lost or doubled: the next tick deletes what is left."""
     self.reconciler.sweep_results()
+
+
+@celery.task(bind=True, base=SchedulerTask, name="scheduler.sweep_orphans")
+def sweep_orphans(self: SchedulerTask) -> None:
+    """Delete files that nothing names. May be lost or doubled: the next tick deletes what is left."""
+    self.reconciler.sweep_orphans()

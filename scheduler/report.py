@@ -97,3 +97,9 @@ def failure(name: str, log: Path) -> str:
     except FileNotFoundError:
         last = []
     return "\n  | ".join([f"the {name} did not come up; see {log}", *last])
+
+
+def refusal(name: str, log: Path) -> str:
+    """Return the line in which a part refused its settings."""
+    lines = log.read_text(errors="replace").splitlines()
+    return f"the {name} refuses its settings: {lines[-1] if lines else f'see {log}'}"

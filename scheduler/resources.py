@@ -7,7 +7,8 @@ where it compares them.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Literal, Self
 
 Kind = Literal["trainer", "sampler"]
@@ -49,8 +50,27 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """A process that runs for a workload, and the workload's generation that it was started for."""
+
+    pid: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sign:
+    """The last sign of life of a worker that did not end its lease itself: who gave it, and when."""
+
+    pid: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """A worker process that is wanted. `accelerator` is an index, None for the CPU; `since`: wanted since."""
+    """A worker process that is wanted. `accelerator` is an index, None for the CPU; `since`: wanted since.
+
+    A process of an older `generation` is not wanted any more: it is ended, and a fresh one takes its place.
+    """
 
     name: str
     kind: Kind
@@ -58,6 +78,7 @@ class Workload:
     slug: str
     accelerator: int | None
     since: float
+    generation: int = 0
 
     @property
     def pool(self) -> Pool:
@@ -78,22 +99,30 @@ class Workload:
 class Snapshot:
     """All that a decision may depend on.
 
-    `demand` holds every served pool. `accelerators`: how many there are, 0 for the CPU alone.
+    `demand` holds every served pool. `accelerators`: how many there are, 0 for the CPU alone. `processes` and `signs`
+    are by workload; `watched_since`: since when the scheduler has looked at the store without a long break.
     """
 
     now: float
     demand: dict[Pool, Demand]
     workers: tuple[Worker, ...] = ()
     workloads: tuple[Workload, ...] = ()
+    processes: Mapping[str, Process] = field(default_factory=dict)
+    signs: Mapping[str, Sign] = field(default_factory=dict)
+    watched_since: float = 0.0
+    lease_s: float = 30.0
     accelerators: int = 0
     idle_timeout_s: float = 900.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
-    """Start or stop one workload, and why, in words for an operator."""
+    """Start or stop one workload, or replace its process, and why, in words for an operator.
 
-    verb: Literal["start", "stop"]
+    `workload` is the new one of a start, else the one seen.
+    """
+
+    verb: Literal["start", "stop", "replace"]
     workload: Workload
     reason: str
 

@@ -45,11 +45,17 @@ class SchedulerSettings:
     """OPENRL_IDLE_TIMEOUT_S: seconds without work after which a worker is stopped. A quarter of an hour
     outlasts a pause between experiments, and loading a model again costs less than holding its memory all night."""
 
+    orphan_age_s: float = 24 * 3600.0
+    """OPENRL_ORPHAN_AGE_S: files that nothing names are deleted when they are older. A day outlasts any write under
+    way, and gives an operator time to look after a crash."""
+
     def __post_init__(self) -> None:
         if self.accelerators < 0:
             raise ValueError("OPENRL_ACCELERATORS must be 0 or more")
-        if self.idle_timeout_s <= 0:
+        if not self.idle_timeout_s > 0:
             raise ValueError("OPENRL_IDLE_TIMEOUT_S must be more than 0 seconds")
+        if not 600 <= self.orphan_age_s < float("inf"):
+            raise ValueError("OPENRL_ORPHAN_AGE_S must be at least 600 seconds")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> SchedulerSettings:
@@ -57,6 +63,7 @@ class SchedulerSettings:
         return cls(
             accelerators=int(_number(environ, "OPENRL_ACCELERATORS", 0)),
             idle_timeout_s=_number(environ, "OPENRL_IDLE_TIMEOUT_S", DEFAULT_IDLE_TIMEOUT_S),
+            orphan_age_s=_number(environ, "OPENRL_ORPHAN_AGE_S", 24 * 3600.0),
         )
 
 

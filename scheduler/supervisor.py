@@ -30,19 +30,27 @@ BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 STABLE_S = 60.0
 """A process that ran this long is healthy: its next crash counts as the first."""
 
-ROTATE_BYTES = 16 << 20
-"""A log over this size is put aside when its process starts; three old ones are kept."""
+ROTATE_BYTES = 64 << 20
+"""A log over this size is put aside, whether its process runs or not; three old ones are kept."""
+
+REFUSED = 2
+"""The exit status of a program that refuses its settings: it would for ever, and isn't started again."""
 
 KEPT_LOGS = 3
+LOGS_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What to run. `name` is unique, and its log's name. `env` comes on top of the supervisor's own."""
+    """What to run. `name` is unique, and its log's name. `env` comes on top of the supervisor's own.
+
+    `files`: open file descriptors that it is handed, under the same numbers.
+    """
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
+    files: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -53,6 +61,7 @@ class _Child:
     crashes: int = 0
     due: float = 0.0
     leaving: bool = False
+    refused: bool = False
     kill_at: float | None = None
 
 
@@ -74,6 +83,9 @@ class Supervisor:
         self._detail = detail
         self._clock = clock
         self._children: dict[str, _Child] = {}
+        self._ledger_is_true = True
+        self._logs_due = clock() + LOGS_EVERY_S
+        self._troubles: set[str] = set()
 
     def log_path(self, name: str) -> Path:
         """Return the file that holds what the program prints."""
@@ -92,6 +104,10 @@ class Supervisor:
         """Return how often a program has crashed since it last ran well."""
         child = self._children.get(name)
         return child.crashes if child else 0
+
+    def refused(self) -> list[str]:
+        """Return the programs that refused their settings; their logs say why."""
+        return sorted(name for name, child in self._children.items() if child.refused)
 
     def start(self, program: Program) -> None:
         """Keep `program` running from now on. One whose last process is still leaving starts when that is gone."""
@@ -123,6 +139,11 @@ class Supervisor:
                 self._look_after(child, child.process, now)
             elif now >= child.due:
                 self._launch(child)
+        if not self._ledger_is_true:
+            self._write_ledger()
+        if now >= self._logs_due:
+            self._logs_due = now + LOGS_EVERY_S
+            self._rotate_logs()
 
     def shutdown(self, stages: Sequence[tuple[set[str], float]], *, hurry: Callable[[], bool] = lambda: False) -> None:
         """End everything, stage after stage; a stage's number is when, in seconds from now, its rest is killed.
@@ -164,11 +185,25 @@ class Supervisor:
                 child.kill_at = min(soon, child.kill_at or soon)
 
     def _launch(self, child: _Child) -> None:
+        """Start the program; what the machine refuses (no space, no memory) is said, and tried again as a crash is."""
         program = child.program
         path = self.log_path(program.name)
-        _rotate(path)
+        try:
+            child.process = self._process(program, path)
+        except OSError as error:
+            child.crashes += 1
+            wait_s = _backoff_s(child.crashes)
+            child.due = self._clock() + wait_s
+            self._say(f"{program.name} can't be started ({_why(error)}); trying again in {wait_s:.0f} s")
+            return
+        child.started = self._clock()
+        self._write_ledger()
+        self._detail(f"{program.name}: started (pid {child.process.pid}), log {path}")
+
+    def _process(self, program: Program, path: Path) -> subprocess.Popen[bytes]:
+        _put_aside(path)
         with path.open("ab") as log:
-            child.process = subprocess.Popen(
+            return subprocess.Popen(
                 program.argv,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -176,10 +211,8 @@ class Supervisor:
                 env={**os.environ, **program.env, PARENT_PID: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
                 # A session of its own: a Ctrl-C in the terminal reaches the supervisor alone.
                 start_new_session=True,
+                pass_fds=program.files,
             )
-        child.started = self._clock()
-        self._write_ledger()
-        self._detail(f"{program.name}: started (pid {child.process.pid}), log {path}")
 
     def _look_after(self, child: _Child, process: subprocess.Popen[bytes], now: float) -> None:
         if not _has_ended(process):
@@ -201,18 +234,40 @@ class Supervisor:
 
     def _plan_restart(self, child: _Child, status: int, now: float) -> None:
         name = child.program.name
+        if status == REFUSED:
+            child.refused, child.due = True, float("inf")
+            return
         if status == 0:
             child.crashes, child.due = 0, now + BACKOFF_S[0]
             self._detail(f"{name}: ended by itself; starting it again")
             return
         child.crashes = 1 if now - child.started >= STABLE_S else child.crashes + 1
-        wait_s = BACKOFF_S[min(child.crashes, len(BACKOFF_S)) - 1]
+        wait_s = _backoff_s(child.crashes)
         child.due = now + wait_s
         self._say(f"{name} {_how(status)}; starting it again in {wait_s:.0f} s; see {self.log_path(name)}")
 
     def _write_ledger(self) -> None:
         rows = [_row(child.program.name, child.process.pid) for child in self._children.values() if child.process]
-        datadir.write_private(self._ledger, json.dumps([row for row in rows if row]))
+        text = json.dumps([row for row in rows if row])
+        self._ledger_is_true = self._could(f"cannot write {self._ledger}", datadir.write_private, self._ledger, text)
+
+    def _rotate_logs(self) -> None:
+        for child in self._children.values():
+            path = self.log_path(child.program.name)
+            if child.process is not None and _is_large(path):
+                self._could(f"cannot put aside {path}", _copy_aside, path)
+
+    def _could(self, trouble: str, work: Callable[..., None], *args: object) -> bool:
+        """Do `work`; where the machine refuses, say so, but not again until it has worked once."""
+        try:
+            work(*args)
+        except OSError as error:
+            if trouble not in self._troubles:
+                self._say(f"{trouble} ({_why(error)}); trying again")
+            self._troubles.add(trouble)
+            return False
+        self._troubles.discard(trouble)
+        return True
 
 
 def _row(name: str, pid: int) -> dict[str, object] | None:
@@ -251,11 +306,47 @@ def _how(status: int) -> str:
     return f"exited with status {status}"
 
 
-def _rotate(path: Path) -> None:
-    if not path.exists() or path.stat().st_size < ROTATE_BYTES:
-        return
-    for number in range(KEPT_LOGS, 0, -1):
-        older = path.with_name(f"{path.name}.{number}")
-        newer = path.with_name(f"{path.name}.{number - 1}") if number > 1 else path
+def _why(error: OSError) -> str:
+    return error.strerror or type(error).__name__
+
+
+def _backoff_s(crashes: int) -> float:
+    return BACKOFF_S[min(crashes, len(BACKOFF_S)) - 1]
+
+
+def _is_large(path: Path) -> bool:
+    return path.exists() and path.stat().st_size >= ROTATE_BYTES
+
+
+def _put_aside(path: Path) -> None:
+    """Make room for a new log before its process starts."""
+    if _is_large(path):
+        _shift(path)
+        path.replace(path.with_name(f"{path.name}.1"))
+
+
+def _copy_aside(path: Path) -> None:
+    """Make room in the log of a running process, which goes on at the beginning: it appends.
+
+    What it writes between the last look and the cut, microseconds later, is lost.
+    """
+    copy = path.with_name(f"{path.name}.new")
+    try:
+        with path.open("r+b") as log, copy.open("wb") as aside:
+            while part := log.read(1 << 20):
+                aside.write(part)
+                aside.flush()
+            log.truncate(0)
+    except OSError:
+        copy.unlink(missing_ok=True)
+        raise
+    _shift(path)
+    copy.replace(path.with_name(f"{path.name}.1"))
+
+
+def _shift(path: Path) -> None:
+    """Number each old log one up; the oldest goes."""
+    for number in range(KEPT_LOGS, 1, -1):
+        newer = path.with_name(f"{path.name}.{number - 1}")
         if newer.exists():
-            newer.replace(older)
+            newer.replace(path.with_name(f"{path.name}.{number}"))

@@ -15,41 +15,55 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from openrl.scheduler import models as base_models
 from openrl.scheduler import report
 from openrl.scheduler.clusters.local import LocalCluster
-from openrl.scheduler.resources import Workload
-from openrl.scheduler.settings import UpSettings
+from openrl.scheduler.resources import Process, Workload
+from openrl.scheduler.settings import SchedulerSettings, UpSettings
 from openrl.scheduler.supervisor import PROCESSES, Program, Supervisor
-from openrl.tasks import datadir, embedded
-from openrl.tasks.errors import OpenRLError, StoreUnavailable
+from openrl.tasks import datadir, embedded, process
+from openrl.tasks.errors import OpenRLError, StoreFault, StoreUnavailable
+from openrl.tasks.loopback import is_loopback
 from openrl.tasks.ownership import new_epoch
 from openrl.tasks.registry import BaseModel, Registry
 from openrl.tasks.settings import StoreSettings
 from openrl.tasks.store import Store
 from openrl.tasks.tenants import Tenants
 
+SETTINGS = "openrl.settings"
+"""The entry points of settings that a part of the service reads from its environment."""
+
 API, SCHEDULER, STORE = "api", "scheduler", "store"
+
+EPOCH = "epoch"
+"""The file that keeps the store's epoch growing even where the store's own data is lost."""
 
 ANY_V4, ANY_V6 = str(ipaddress.IPv4Address(0)), str(ipaddress.IPv6Address(0))
 """Addresses that mean all of the machine's own."""
 
-STOP_BOUNDS_S = {API: 6.0, "workers": 12.0, STORE: 14.0}
-"""When, in seconds after the signal, what is left of each stage is killed. All of it within 15 s."""
+STOP_S, STORE_STOP_S = 12.0, 14.0
+"""When, in seconds after the signal, what is left is killed: all but the store, then the store. Workers have their own
+stop time from the first second on; nothing outlasts 15 s."""
 
 IDLE_STOP_S = 120.0
 """How long a worker that is no longer wanted may take to hand back its runs."""
 
-API_TIMEOUT_S = 60.0
+HUNG_STOP_S = 5.0
+"""How long a worker that hangs may take to prove that it doesn't."""
+
+API_TIMEOUT_S = SCHEDULER_TIMEOUT_S = 60.0
+BACKLOG = 2048
 LOOK_S = 0.1
 WANTED_S = 0.5
 
 
 class Refused(OpenRLError):
-    """The service can't start as asked; nothing was started. Mend what the line names."""
+    """The service can't run as asked; nothing of it runs. Mend what the line names."""
 
 
 class Failed(OpenRLError):
@@ -64,49 +78,103 @@ def run(settings: UpSettings) -> None:
     """Run the service until SIGINT, SIGTERM or SIGHUP; everything that it started is gone on return.
 
     Raises:
-        Refused, DirectoryInUse, InvalidRequest, StoreUnavailable: nothing was started.
+        Refused, DirectoryInUse, InvalidRequest, StoreUnavailable: nothing was started, or all of it was ended again.
         Failed: a part of it didn't come up.
     """
+    process.raise_open_files()
+    with ExitStack() as held:
+        try:
+            prepared = _prepare(settings, held)
+        except OSError as error:
+            raise Refused(f"cannot use --data-dir {settings.data_dir}: {error.strerror or error}") from error
+        prepared.run()
+
+
+def _prepare(settings: UpSettings, held: ExitStack) -> _Up:
+    """Refuse what can be refused, and return a service of which nothing is started yet; `held` keeps what it needs."""
+    _check_settings(settings)
+    _check_directory(settings.data_dir)
+    _end_leftovers(settings)
+    listener = held.enter_context(_listen(settings.host, settings.port))
+    _check_store(settings)
+    # Last, since it may fetch gigabytes.
     models = base_models.resolve(settings.models)
-    try:
-        port = _check(settings)
-        settings.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not os.access(settings.data_dir, os.R_OK | os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise Refused(f"cannot use --data-dir {settings.data_dir}: {error.strerror}") from error
-    with datadir.hold(settings.data_dir):
-        _Up(settings, models, port).run()
+    held.enter_context(datadir.hold(settings.data_dir))
+    if not settings.redis_url:
+        embedded.end_leftover(settings.data_dir)
+    return _Up(settings, models, listener)
 
 
-def is_loopback(host: str) -> bool:
-    """Tell whether an address to listen on is reachable from this machine alone."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+def _check_settings(settings: UpSettings) -> None:
+    """Refuse what any part of the service would refuse: each package names its settings as entry points."""
+    environ = os.environ | _environment(settings, port=settings.port)
+    parts = [entry.load() for entry in entry_points(group=SETTINGS)]
+    for part in (StoreSettings, SchedulerSettings, *parts):
+        try:
+            part.from_env(environ)
+        except ValueError as nonsense:
+            raise Refused(str(nonsense)) from nonsense
 
 
-def _check(settings: UpSettings) -> int:
-    """Refuse what can be refused before the directory exists; return the port to listen on."""
+def _environment(settings: UpSettings, *, port: int) -> dict[str, str]:
+    """Return what all parts of the service are told."""
+    return {
+        "OPENRL_REDIS_URL": settings.redis_url or embedded.url(settings.data_dir),
+        "OPENRL_BROKER_URL": settings.broker_url,
+        "OPENRL_DATA_DIR": str(settings.data_dir),
+        "OPENRL_HOST": settings.host,
+        "OPENRL_PORT": str(port),
+        "OPENRL_API_WORKERS": str(settings.api_workers),
+        "OPENRL_ACCELERATORS": str(len(settings.devices)),
+        "OPENRL_IDLE_TIMEOUT_S": str(settings.idle_timeout_s),
+    }
+
+
+def _check_directory(data_dir: Path) -> None:
+    """Refuse a directory that can't be used, or that would first have to be made where that can't be done."""
+    datadir.check_private(data_dir)
+    _lowest_epoch(data_dir)
+    there = next(path for path in (data_dir, *data_dir.parents) if path.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def _lowest_epoch(data_dir: Path) -> int:
+    """Return the least epoch that is above every earlier one of this directory, as far as its file knows."""
+    path = data_dir / EPOCH
+    if not path.exists():
+        return 0
+    text = path.read_text(errors="replace").strip()
+    if not text.isdecimal():
+        raise Refused(
+            f"{path} is damaged, perhaps by a power cut: if the store's data ({data_dir / 'store'}, or your own store) "
+            "is whole, remove that file and start again; else begin with a new --data-dir"
+        )
+    return int(text) + 1
+
+
+def _end_leftovers(settings: UpSettings) -> None:
+    """End what a killed service left behind: it may still listen on the port."""
     if datadir.held(settings.data_dir) or (settings.data_dir / PROCESSES).exists():
-        # What a killed service left behind may still listen on the port.
         with datadir.hold(settings.data_dir):
             _supervisor(settings).end_leftovers()
-    port = _free_port(settings.host, settings.port)
+
+
+def _check_store(settings: UpSettings) -> None:
     if settings.redis_url:
-        store = Store.connect(_store_settings(settings, settings.redis_url))
+        store = Store.connect(_store_settings(settings))
         if not store.ready():
             raise Refused(
                 "the store given by --redis-url or OPENRL_REDIS_URL doesn't answer; leave it out for an embedded one"
             )
         _check_keys(settings, store)
         store.close()
-        return port
+        return
     embedded.binary()
     if not is_loopback(settings.host) and not (settings.data_dir / "store").is_dir():
         raise Refused(_without_keys(settings))
-    return port
 
 
 def _check_keys(settings: UpSettings, store: Store) -> None:
@@ -121,17 +189,23 @@ def _without_keys(settings: UpSettings) -> str:
     )
 
 
-def _free_port(host: str, port: int) -> int:
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the port for the whole life of the service: whoever comes second is refused, and no other can answer."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            return int(probe.getsockname()[1])
+        listener = socket.socket(family, kind)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
     except OSError as error:
         raise Refused(
             f"cannot listen on {host} port {port}: {error.strerror}; choose another --port or --host"
         ) from error
+    return listener
 
 
 def _supervisor(settings: UpSettings) -> Supervisor:
@@ -139,25 +213,25 @@ def _supervisor(settings: UpSettings) -> Supervisor:
     return Supervisor(settings.data_dir, say=report.line, detail=detail)
 
 
-def _store_settings(settings: UpSettings, redis_url: str) -> StoreSettings:
-    try:
-        return StoreSettings(redis_url=redis_url, data_dir=settings.data_dir, broker_url=settings.broker_url)
-    except ValueError as nonsense:
-        raise Refused(str(nonsense)) from nonsense
+def _store_settings(settings: UpSettings) -> StoreSettings:
+    return StoreSettings.from_env(os.environ | _environment(settings, port=settings.port))
 
 
 class _Up:
     """One life of a service. Holds the data directory's lock from outside."""
 
-    def __init__(self, settings: UpSettings, models: list[BaseModel], port: int) -> None:
+    def __init__(self, settings: UpSettings, models: list[BaseModel], listener: socket.socket) -> None:
         self._settings = settings
         self._models = models
-        self._port = port
+        self._listener = listener
+        self._port: int = listener.getsockname()[1]
         self._signals = 0
-        self._workers: set[str] = set()
+        self._workers: dict[str, int] = {}
+        """Which generation of its workload each worker was started for."""
         self._epoch_of: int | None = None
-        self._redis_url = settings.redis_url or embedded.url(settings.data_dir)
-        self._store = Store.connect(_store_settings(settings, self._redis_url))
+        self._epoch_trouble: int | None = None
+        self._store = Store.connect(_store_settings(settings))
+        self._redis_url = self._store.settings.redis_url
         self._supervisor = _supervisor(settings)
 
     def run(self) -> None:
@@ -167,13 +241,12 @@ class _Up:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
         try:
-            self._start_store()
-            self._register()
-            self._start_services()
-            report.started(self._report())
+            self._start()
             self._keep_running()
         except _Asked:
             report.line("stopping")
+        except (StoreUnavailable, StoreFault) as error:
+            raise Failed(f"the store does not do its part: {error}") from error
         finally:
             self._end()
 
@@ -182,12 +255,20 @@ class _Up:
 
     # Starting
 
+    def _start(self) -> None:
+        try:
+            self._start_store()
+            self._register()
+            self._start_services()
+        except OSError as error:
+            raise Failed(f"cannot use {error.filename or self._settings.data_dir}: {error.strerror}") from error
+        report.started(self._report())
+
     def _start_store(self) -> None:
         if self._settings.redis_url:
             self._new_epoch()
             return
         data_dir = self._settings.data_dir
-        embedded.end_leftover(data_dir)
         self._supervisor.start(Program(name=STORE, argv=embedded.command(data_dir)))
         self._wait(STORE, lambda: embedded.answers(data_dir), timeout_s=embedded.START_TIMEOUT_S)
         self._mark_epoch()
@@ -195,6 +276,7 @@ class _Up:
 
     def _register(self) -> None:
         registry = Registry(self._store)
+        self._check_weights(registry.made_on())
         registry.remove_models()
         for model in self._models:
             registry.add_model(model)
@@ -210,21 +292,41 @@ class _Up:
             ),
         )
 
+    def _check_weights(self, made_on: Mapping[str, str]) -> None:
+        """Refuse other weights under a name that has runs: all that they have learned stands on the old ones."""
+        for model in self._models:
+            if model.is_other(made_on.get(model.name, "")):
+                raise Refused(
+                    f"--model {model.name}: {model.path} holds other weights than those that its runs were made on; "
+                    f"serve these under another name (--model NAME={model.path}), or start with the old ones"
+                )
+
     def _start_services(self) -> None:
-        for name, module in ((API, "openrl.app"), (SCHEDULER, "openrl.scheduler")):
+        descriptor = self._listener.fileno()
+        for name, module, env, files in (
+            (API, "openrl.app", {"OPENRL_LISTEN_FD": str(descriptor)}, (descriptor,)),
+            (SCHEDULER, "openrl.scheduler", {}, ()),
+        ):
             argv = [sys.executable, "-m", module]
-            self._supervisor.start(Program(name=name, argv=argv, env=self._environment()))
+            self._supervisor.start(Program(name=name, argv=argv, env={**self._environment(), **env}, files=files))
         self._wait(API, lambda: _healthy(self._base_url), timeout_s=API_TIMEOUT_S)
+        self._wait(SCHEDULER, LocalCluster(self._store).is_watched, timeout_s=SCHEDULER_TIMEOUT_S)
 
     def _wait(self, name: str, ready: Callable[[], bool], *, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not ready():
             if self._signals:
                 raise _Asked
-            self._supervisor.poll()
+            self._look()
             if self._supervisor.crashes(name) or time.monotonic() > deadline:
                 raise Failed(report.failure(name, self._supervisor.log_path(name)))
             time.sleep(LOOK_S / 2)
+
+    def _look(self) -> None:
+        """Look after the processes once. One that refuses its settings would do so for ever: nothing goes on then."""
+        self._supervisor.poll()
+        for name in self._supervisor.refused():
+            raise Refused(report.refusal(name, self._supervisor.log_path(name)))
 
     # Running
 
@@ -232,10 +334,11 @@ class _Up:
         wanted = _Wanted(LocalCluster(self._store))
         wanted.start()
         while not self._signals:
-            self._supervisor.poll()
+            self._look()
             self._mark_epoch()
             if wanted.latest is not None:
                 self._follow(wanted.latest)
+            wanted.running = self._running()
             time.sleep(LOOK_S)
         wanted.stop()
         raise _Asked
@@ -243,15 +346,26 @@ class _Up:
     def _follow(self, workloads: tuple[Workload, ...]) -> None:
         """Run the processes that are wanted, and no others."""
         wanted = {workload.name: workload for workload in workloads}
-        for name in sorted(self._workers - wanted.keys()):
-            self._supervisor.stop(name, grace_s=IDLE_STOP_S)
-            self._workers.remove(name)
-            report.line(f"{name}: no longer wanted, stopping")
+        for name, generation in sorted(self._workers.items()):
+            if name not in wanted:
+                self._let_go(name, "no longer wanted, stopping", grace_s=IDLE_STOP_S)
+            elif wanted[name].generation != generation:
+                self._let_go(name, "gives no sign of life; ending it, a fresh one follows", grace_s=HUNG_STOP_S)
         for name in sorted(wanted.keys() - self._supervisor.names()):
             self._supervisor.start(self._worker(wanted[name]))
             if name in self._supervisor.names():
-                self._workers.add(name)
+                self._workers[name] = wanted[name].generation
                 report.line(f"{name}: starting, log {self._supervisor.log_path(name)}")
+
+    def _let_go(self, name: str, why: str, *, grace_s: float) -> None:
+        self._supervisor.stop(name, grace_s=grace_s)
+        del self._workers[name]
+        report.line(f"{name}: {why}")
+
+    def _running(self) -> dict[str, Process]:
+        """Return the processes of the workers, but those on their way out."""
+        pids = {name: self._supervisor.pid(name) for name in self._workers}
+        return {name: Process(pid=pid, generation=self._workers[name]) for name, pid in pids.items() if pid is not None}
 
     def _worker(self, workload: Workload) -> Program:
         module = f"openrl.workers.{workload.kind}"
@@ -267,25 +381,29 @@ class _Up:
             return
         try:
             self._new_epoch()
-        except StoreUnavailable:
+        except (StoreUnavailable, StoreFault):
             return
-        self._epoch_of = pid
+        except OSError as error:
+            if self._epoch_trouble != error.errno:
+                report.line(f"cannot write {self._settings.data_dir / EPOCH}: {error.strerror}; trying again")
+            self._epoch_trouble = error.errno
+            return
+        self._epoch_of, self._epoch_trouble = pid, None
 
     def _new_epoch(self) -> None:
         """Begin an epoch above every earlier one of this directory, even on a store that came back empty."""
-        path = self._settings.data_dir / "epoch"
-        floor = int(path.read_text()) + 1 if path.exists() else 0
-        datadir.write_private(path, str(new_epoch(self._store, floor)))
+        data_dir = self._settings.data_dir
+        epoch = new_epoch(self._store, _lowest_epoch(data_dir))
+        datadir.write_private(data_dir / EPOCH, str(epoch))
 
     # Ending
 
     def _end(self) -> None:
         datadir.withdraw(self._settings.data_dir)
+        self._listener.close()
         self._store.close()
-        others = self._supervisor.names() - {API, STORE}
-        stages = [({API}, STOP_BOUNDS_S[API]), (others, STOP_BOUNDS_S["workers"]), ({STORE}, STOP_BOUNDS_S[STORE])]
         heard = max(self._signals, 1)
-        self._supervisor.shutdown(stages, hurry=lambda: self._signals > heard)
+        self._supervisor.shutdown(stop_stages(self._supervisor.names()), hurry=lambda: self._signals > heard)
         if not self._settings.redis_url:
             embedded.tidy(self._settings.data_dir)
 
@@ -302,16 +420,8 @@ class _Up:
         return self._store.settings.broker_url
 
     def _environment(self) -> dict[str, str]:
-        return {
-            "OPENRL_REDIS_URL": self._redis_url,
-            "OPENRL_BROKER_URL": self._broker_url,
-            "OPENRL_DATA_DIR": str(self._settings.data_dir),
-            "OPENRL_HOST": self._settings.host,
-            "OPENRL_PORT": str(self._port),
-            "OPENRL_API_WORKERS": str(self._settings.api_workers),
-            "OPENRL_ACCELERATORS": str(len(self._settings.devices)),
-            "OPENRL_IDLE_TIMEOUT_S": str(self._settings.idle_timeout_s),
-        }
+        told = {"OPENRL_BROKER_URL": self._broker_url}
+        return _environment(self._settings, port=self._port) | told
 
     def _report(self) -> report.Started:
         return report.Started(
@@ -325,21 +435,28 @@ class _Up:
         )
 
 
+def stop_stages(names: set[str]) -> list[tuple[set[str], float]]:
+    """Return what ends together, and by when: nothing waits for the API but the store, which all others need."""
+    return [(names - {STORE}, STOP_S), ({STORE}, STORE_STOP_S)]
+
+
 class _Wanted(threading.Thread):
-    """Reads what is wanted, so that a store that doesn't answer never holds up the supervisor."""
+    """Reads what is wanted and writes what runs, so that a store that doesn't answer never holds up the supervisor."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         super().__init__(name="wanted", daemon=True)
         self._cluster = cluster
         self._stopping = threading.Event()
         self.latest: tuple[Workload, ...] | None = None
+        self.running: dict[str, Process] = {}
 
     def run(self) -> None:
-        """Read twice a second; while the store is away, what was wanted last is still wanted."""
+        """Look twice a second; while the store is away, what was wanted last is still wanted."""
         while not self._stopping.wait(WANTED_S):
             try:
+                self._cluster.report(self.running)
                 self.latest = self._cluster.workloads()
-            except StoreUnavailable:
+            except (StoreUnavailable, StoreFault):
                 continue
 
     def stop(self) -> None:

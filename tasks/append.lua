@@ -1,14 +1,15 @@
 -- Accept one operation of a run, once.
--- Reads and writes: the run, its journal and bodies, its promise, ready:<slug>, gaps, depth, the session's
--- last_seen; for a create the tenant's and the session's lists of runs; for an ephemeral save its sampler's
+-- Reads and writes: the run, its journal and bodies, its promise, ready:<slug>, gaps, depth, queued, the session's
+-- last_seen; for a create the lists of runs, made-on; for an ephemeral save its sampler's
 -- reservation.
 -- ARGV: 1 tenant, 2 run id, 3 seq, 4 kind, 5 digest, 6 stowed body, 7 its size, 8 request id,
---       9 mode: submit | create | refuse, 10 sampler id to reserve or '', 11 session id,
---       12 create: slug, 13 create: record, 14 refuse: error, 15 refuse: '1' if it voids gradients, 16 refuse: ttl
+--       9 its tokens, 10 most bytes queued of a tenant, 11 how far ahead of the run's position is too far,
+--       12 mode: submit | create | refuse, 13 sampler id to reserve or '', 14 session id,
+--       15 create: slug, 16 create: record, 17 refuse: error, 18 refuse: '1' if it voids gradients, 19 refuse: ttl
 -- returns NEW | SAME | KEYREUSED | MISSING (the gap was closed) | SAMPLER (its number is used) | NOTFOUND (run)
---         | SESSION (not found) | GONE (session)
+--         | SESSION (not found) | GONE (session) | AHEAD (too far) | FULL (over the tenant's bytes)
 local tenant, run_id, seq, kind, digest, body = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
-local request_id, mode, reserve, session_id = ARGV[8], ARGV[9], ARGV[10], ARGV[11]
+local request_id, mode, reserve, session_id = ARGV[8], ARGV[12], ARGV[13], ARGV[14]
 local run, session, now = K.run(tenant, run_id), K.session(tenant, session_id), clock()
 
 local known = redis.call('HMGET', run, 'applied', 'slug')
@@ -29,6 +30,12 @@ if header then
   return redis.call('HGET', K.bodies(tenant, run_id), seq) == body and 'NEW' or 'SAME'
 end
 
+local ahead = tonumber(seq) - (applied or -1)
+if ahead > tonumber(ARGV[11]) then
+  return 'AHEAD'
+elseif mode ~= 'refuse' and ahead > 1 and too_much(tenant, ARGV[7], ARGV[10]) then
+  return 'FULL'
+end
 if not applied then
   if redis.call('HEXISTS', session, 'record') == 0 then
     return 'SESSION'
@@ -44,9 +51,13 @@ if reserve ~= '' then
 end
 
 if not applied then
-  slug = ARGV[12]
-  redis.call('HSET', run, 'record', ARGV[13], 'slug', slug, 'session', session_id, 'created', now, 'applied', -1,
+  slug = ARGV[15]
+  redis.call('HSET', run, 'record', ARGV[16], 'slug', slug, 'session', session_id, 'created', now, 'applied', -1,
     'pending', 0, 'state', 'creating', 'owner', '', 'generation', '', 'token', '')
+  local record = cjson.decode(ARGV[16])
+  if (record.base_digest or '') ~= '' then
+    redis.call('HSETNX', K.MADE_ON, record.base_model, record.base_digest)
+  end
   redis.call('ZADD', K.runs(tenant), now, run_id)
   redis.call('HSET', K.session_runs(tenant, session_id), run_id, now)
 end
@@ -57,12 +68,17 @@ end
 redis.call('HSET', K.future(tenant, request_id), 'state', 'pending', 'kind', kind, 'model_id', run_id, 'submitted', now)
 if mode == 'refuse' then
   enter(tenant, run_id, slug, seq, {kind = 'refused', digest = digest, submitted = now, size = '0',
-    outcome = ARGV[14], voids = ARGV[15]})
+    outcome = ARGV[17], voids = ARGV[18]})
   finish(tenant, request_id,
-    {state = 'failed', content_type = '', result = '', error = ARGV[14], category = 'user'}, now, ARGV[16])
+    {state = 'failed', content_type = '', result = '', error = ARGV[17], category = 'user'}, now, ARGV[19])
 else
-  enter(tenant, run_id, slug, seq, {kind = kind, digest = digest, submitted = now, size = ARGV[7]})
+  enter(tenant, run_id, slug, seq, {kind = kind, digest = digest, submitted = now, size = ARGV[7], tokens = ARGV[9]})
   redis.call('HSET', K.bodies(tenant, run_id), seq, body)
 end
 place(tenant, run_id, now)
+-- The owner hears of it here, at once; the doorbell shows the operation, and finds a worker for a run without an owner.
+local owner = redis.call('HGET', run, 'owner')
+if owner and owner ~= '' then
+  redis.call('PUBLISH', K.WAKE, owner)
+end
 return 'NEW'

@@ -43,7 +43,8 @@ def _configure(app: Celery) -> None:
         worker_disable_prefetch=True,
         worker_enable_remote_control=True,
         worker_send_task_events=True,
-        task_send_sent_event=True,
+        # A worker says when it receives a task; the journal knows what waits.
+        task_send_sent_event=False,
         worker_cancel_long_running_tasks_on_connection_loss=False,
         broker_connection_retry_on_startup=True,
         broker_pool_limit=8,

@@ -1,5 +1,5 @@
 -- Record how an operation ended and move its run on, if the worker's token is still the run's.
--- Reads and writes: the run, its journal, its promise, ready:<slug>, gaps, depth, files; the rows given.
+-- Reads and writes: the run, its journal, its promise, ready:<slug>, gaps, depth, queued, files; the rows given.
 -- ARGV: 1 tenant, 2 run id, 3 seq, 4 token, 5 request id, 6 state: done | failed, 7 content type, 8 stowed result,
 --       9 error, 10 category, 11 ttl of the result, 12 number of rows, then key, field, value of each row,
 --       then name, value of each of the run's fields
@@ -36,5 +36,6 @@ redis.call('HSET', journal, ARGV[3], cjson.encode(header))
 redis.call('HSET', run_key, 'applied', ARGV[3])
 redis.call('HINCRBY', run_key, 'pending', -1)
 count('train', run[3], tenant, -1)
+weigh(tenant, -tonumber(header.size))
 place(tenant, run_id, now)
 return 'OK'

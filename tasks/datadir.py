@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,10 @@ SERVICE = "service.json"
 
 class DirectoryInUse(OpenRLError):
     """Another process holds this data directory: stop it, or use another directory."""
+
+
+class DirectoryOpen(OpenRLError):
+    """Other users of the machine can enter this data directory: close it with chmod."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,17 +58,37 @@ def resolve(data_dir: str | os.PathLike[str] | None = None) -> Path:
 def hold(data_dir: Path) -> Iterator[None]:
     """Hold the directory (made 0700 if missing) for the body of the `with`.
 
+    Meanwhile whatever this process and its children make is for this user alone.
+
     Raises:
         DirectoryInUse: another process holds it; nothing was changed.
+        DirectoryOpen: it was there, and others can enter it; nothing was changed.
     """
     data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private(data_dir)
     descriptor = os.open(data_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    umask = os.umask(0o077)
     try:
         if not _lock(descriptor, patience_s=0.5):
             raise DirectoryInUse(_in_use(data_dir))
         yield
     finally:
         os.close(descriptor)
+        os.umask(umask)
+
+
+def check_private(data_dir: Path) -> None:
+    """Check that nobody but this user can enter the directory, where it exists.
+
+    Raises:
+        DirectoryOpen: others can.
+    """
+    mode = data_dir.stat().st_mode if data_dir.exists() else 0
+    if mode & 0o077:
+        raise DirectoryOpen(
+            f"other users can enter {data_dir} (mode {mode & 0o777:o}), which holds keys and checkpoints: run "
+            f"`chmod 700 {shlex.quote(str(data_dir))}` first"
+        )
 
 
 def held(data_dir: Path) -> bool:
@@ -105,12 +130,19 @@ def service(data_dir: Path, *, patience_s: float = 0.0) -> Service | None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace the file by `text`, readable by this user alone."""
+    """Replace the file by `text`, readable by this user alone; it is on the disk before this returns."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(text)
+        file.flush()
+        os.fsync(descriptor)
     scratch.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
 
 
 def _lock(descriptor: int, *, patience_s: float) -> bool:

@@ -26,6 +26,11 @@ from openrl.tasks.process import PARENT_PID, die_with_parent
 MAX_SOCKET_PATH = 100
 """Bytes: the kernel's limit is 108, on macOS 104."""
 
+MEMORY_SHARE = 0.5
+"""The store may fill this part of the machine's memory, then it takes in nothing more; models need the rest."""
+
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
 START_TIMEOUT_S = 60.0
 """Time to load the append-only file; a few GB take that long."""
 
@@ -75,7 +80,18 @@ def command(data_dir: Path) -> list[str]:
         "--save", "",
         # A store that evicts would forget promises.
         "--maxmemory-policy", "noeviction",
+        "--maxmemory", str(max_memory()),
     ]  # fmt: skip
+
+
+def max_memory(cgroup_limit: Path = CGROUP_LIMIT) -> int:
+    """Return the bytes that a store here may fill: a share of this machine's memory, or of what a container may use."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        total = min(total, int(cgroup_limit.read_text()))
+    except (OSError, ValueError):  # no such file, or "max"
+        pass
+    return int(total * MEMORY_SHARE)
 
 
 def answers(data_dir: Path) -> bool:

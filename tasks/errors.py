@@ -1,8 +1,19 @@
 """Every error that crosses a boundary: HTTP, the queue, or a worker's engine.
 
 One class per remedy. Each message is one line: what happened, and what to do. The classes know
-nothing of HTTP; `openrl.app.errors` holds the one table from class to status.
+nothing of HTTP; `openrl.app.errors` holds the one table from class to status. What a message repeats of a request
+goes through `shown`.
 """
+
+from reprlib import Repr
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
+
+
+def shown(value: object) -> str:
+    """Return `repr(value)`, cut where it is longer than a message can bear."""
+    return _SHORT.repr(value)
 
 
 class OpenRLError(Exception):
@@ -15,6 +26,10 @@ class InvalidRequest(OpenRLError, ValueError):
 
 class Undecodable(InvalidRequest):
     """The body could not be read at all: send well-formed JSON or protobuf."""
+
+
+class Incomplete(OpenRLError):
+    """The body broke off or stopped arriving: send the same request again."""
 
 
 class TooLarge(InvalidRequest):
@@ -37,12 +52,28 @@ class Unauthorized(OpenRLError):
     """No valid API key: create one with `openrl keys create`."""
 
 
+class Forbidden(OpenRLError):
+    """The link was altered or isn't ours: ask the service for a new one."""
+
+
 class Overloaded(OpenRLError):
     """Too much at once: try the same request again after a while."""
 
 
+class NotServed(OpenRLError):
+    """A base model that something was made on isn't served now: an operator starts the service with it again."""
+
+
+class NotLocal(OpenRLError):
+    """A service without API keys was asked from elsewhere than this machine: make a key, and send it."""
+
+
 class StoreUnavailable(OpenRLError):
     """Redis doesn't answer: try again; an operator must look if it lasts."""
+
+
+class StoreFault(OpenRLError):
+    """The store answers and couldn't carry out a command: a fault of the service, found in its log."""
 
 
 class StaleOwner(OpenRLError):

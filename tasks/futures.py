@@ -19,7 +19,7 @@ import redis
 
 from openrl.tasks import keys
 from openrl.tasks.errors import Gone, NotFound
-from openrl.tasks.spool import Spool
+from openrl.tasks.spool import Apart, Spool, here
 from openrl.tasks.store import Store, translated
 
 log = logging.getLogger(__name__)
@@ -54,9 +54,9 @@ class Future:
 class Futures:
     """Reads promises; one per process, safe to share between threads."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, apart: Apart = here) -> None:
         self._store = store
-        self._spool = Spool(store.settings.data_dir, inline_bytes=store.settings.inline_bytes)
+        self._spool = Spool(store.settings.data_dir, inline_bytes=store.settings.inline_bytes, apart=apart)
 
     @translated()
     def get(self, tenant: str, request_id: str) -> Future:
@@ -168,7 +168,7 @@ class Completions:
             return event.wait(timeout_s)
 
     def call_on_wake(self, worker_id: str, wake: Callable[[], None]) -> None:
-        """Call `wake` whenever a doorbell for `worker_id` rang at another worker. It must return at once."""
+        """Call `wake` whenever something was submitted for `worker_id`. It must return at once."""
         with self._lock:
             self._wakes[worker_id.encode()] = wake
             self._ensure_thread()
@@ -182,7 +182,7 @@ class Completions:
             self._thread.join(5.0)
 
     def _ensure_thread(self) -> None:
-        if self._thread is None or self._pid != os.getpid():
+        if self._thread is None or not self._thread.is_alive() or self._pid != os.getpid():
             self._pid = os.getpid()
             self._thread = threading.Thread(target=self._listen, name="completions", daemon=True)
             self._thread.start()
@@ -192,14 +192,20 @@ class Completions:
         while not self._stopped.is_set():
             try:
                 with self._redis.pubsub() as subscription:
-                    subscription.subscribe(keys.DONE, keys.WAKE)
-                    delay_s = _RECONNECT_S[0]
+                    subscription.subscribe(keys.DONE)
+                    delay_s, hears_wakes = _RECONNECT_S[0], False
                     while not self._stopped.is_set():
+                        if self._wakes and not hears_wakes:
+                            subscription.subscribe(keys.WAKE)
+                            hears_wakes = True
                         self._hear(subscription.get_message(timeout=_LISTEN_S))
+                continue
             except (redis.RedisError, OSError) as error:
                 log.warning("completions: the store does not answer (%s); trying again", type(error).__name__)
-                self._stopped.wait(delay_s)
-                delay_s = min(2 * delay_s, longest_s)
+            except Exception:  # whatever a message or a wake-up does, those who wait must not wait for ever
+                log.exception("completions: the subscription failed; trying again")
+            self._stopped.wait(delay_s)
+            delay_s = min(2 * delay_s, longest_s)
 
     def _hear(self, message: dict | None) -> None:
         if message is None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
 
 from openrl.tasks import keys
-from openrl.tasks.errors import Gone, InvalidRequest, KeyReused, NotFound, StaleOwner
+from openrl.tasks.errors import Gone, InvalidRequest, KeyReused, NotFound, Overloaded, StaleOwner, shown
 from openrl.tasks.messages import MESSAGES, CreateModel, ForwardBackward, Message, Sample
 from openrl.tasks.operations import MISSING, REFUSED, Operation, Outcome, Promise, SampleJob, Slice
 from openrl.tasks.ownership import Lease
@@ -27,28 +28,37 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-TAKE_BYTES = 64 << 20
-"""Bodies handed out by one `take`, about: the rest comes with the next one."""
+MAX_AHEAD = 100_000
+"""A `seq_id` further than this behind its run's position is a mistake: the gap before it could never be closed."""
 SESSION_SILENT_S = 120.0
 """A session without a heartbeat (the SDK sends one each 10 s) for this long counts as silent."""
 SILENT_GAP_FACTOR = 10.0
 """A gap of a silent or finished session is closed after this many times the usual time."""
-_CLOSE_AT_ONCE = 1000
-_HISTORY_AT_ONCE = 512
+_CLOSE_AT_ONCE = 2000
+_HISTORY_AT_ONCE = 128
 _RUN_FIELDS = frozenset(Run.__dataclass_fields__) - {"tenant", "run_id", "session_id", "slug", "created", "applied"}
 
 
 class Journal(Samples):
     """Every run's operations; one per process, safe to share between threads."""
 
-    def create(self, tenant: str, session_id: str, model_seq_id: int, message: CreateModel, *, slug: str) -> Promise:
+    def create(
+        self,
+        tenant: str,
+        session_id: str,
+        model_seq_id: int,
+        message: CreateModel,
+        *,
+        slug: str,
+        base_digest: str = "",
+    ) -> Promise:
         """Start the run `(session, model_seq_id)`: its record and entry 0. The same again gets the same promise.
 
         Raises:
             KeyReused: that number already belongs to a different run.
         """
         if not 0 <= model_seq_id <= keys.MAX_RUN_SEQ:
-            raise InvalidRequest(f"model_seq_id must be 0 to {keys.MAX_RUN_SEQ}, not {model_seq_id}")
+            raise InvalidRequest(f"model_seq_id must be 0 to {keys.MAX_RUN_SEQ}, not {shown(model_seq_id)}")
         keys.session(tenant, session_id)
         run_id = keys.run_id(session_id, model_seq_id)
         drawn = with_seed(message)
@@ -65,6 +75,7 @@ class Journal(Samples):
             train_mlp=message.train_mlp,
             train_unembed=message.train_unembed,
             user_metadata=dict(message.user_metadata),
+            base_digest=base_digest,
         )
         creation = ("create", "", session_id, slug, record.to_json())
         return self._append(tenant, run_id, 0, message.kind, digest(message), drawn.to_bytes(), *creation)
@@ -75,14 +86,17 @@ class Journal(Samples):
         Raises:
             KeyReused: a different operation was accepted under that `seq_id`, or it was closed as missing; or the
                 sampler that an ephemeral save asks for exists, and then the `seq_id` is consumed as refused.
+            InvalidRequest: the `seq_id` is absurdly far ahead; nothing is consumed.
+            Overloaded: the tenant has too many bytes queued, and this isn't the run's next; nothing is consumed.
         """
         _check_seq(seq_id)
         assert message.kind in MESSAGES and not isinstance(message, CreateModel | Sample), message.kind
         reserve, session_id, identity = getattr(message, "sampler_id", ""), keys.session_of(run_id), digest(message)
         try:
             return self._append(
-                tenant, run_id, seq_id, message.kind, identity, message.to_bytes(), "submit", reserve, session_id
-            )
+                tenant, run_id, seq_id, message.kind, identity, message.to_bytes(), "submit", reserve, session_id,
+                num_tokens=message.num_tokens,
+            )  # fmt: skip
         except _SamplerTaken as taken:
             error = f"{reserve!r} already names a different sampler; use the next number"
             self.refuse(tenant, run_id, seq_id, message.kind, bytes.fromhex(identity), error)
@@ -102,7 +116,7 @@ class Journal(Samples):
                 tenant, run_id, seq_id, kind or REFUSED, body_digest.hex(), b"", *refusal,
                 self._settings.undelivered_ttl_s,
             )  # fmt: skip
-        except KeyReused:
+        except InvalidRequest:
             return
 
     def take(
@@ -113,23 +127,40 @@ class Journal(Samples):
         max_runs: int = 256,
         max_ops_per_run: int = 32,
         max_claims: int | None = None,
-        max_bytes: int = TAKE_BYTES,
     ) -> list[Slice]:
-        """Return what can be executed now, oldest first; [] once the lease is lost.
+        """Return what can be executed now, without bodies; [] once the lease is lost.
 
+        One run of each tenant in turn, each tenant's longest waiting first, so no tenant's backlog hides another's.
         Runs that nobody owns become this worker's, `max_claims` at most (None: as many as are taken).
         An operation stays here until it is committed, so a second call returns it again.
         """
         if lease.lost:
             return []
         claims = max_runs if max_claims is None else max_claims
-        answer = self._store.script("take")(
-            slug, lease.worker_id, lease.generation, max_runs, max_ops_per_run, max_bytes, claims
-        )
+        answer = self._store.script("take")(slug, lease.worker_id, lease.generation, max_runs, max_ops_per_run, claims)
         if answer == b"LOST":
             lease.mark_lost()
             return []
         return [self._slice(lease, row) for row in answer]
+
+    @translated()
+    def bodies(self, operations: Sequence[Operation]) -> list[bytes | OSError]:
+        """Return the bodies of operations, asked for in one trip; in the place of one that can't be read, why.
+
+        FileNotFoundError: the body is lost. Any other OSError may pass.
+        """
+        with self._store.redis.pipeline(transaction=False) as pipe:
+            for operation in operations:
+                pipe.hget(keys.bodies(operation.tenant, operation.run_id), operation.seq_id)
+            return [self._body(stowed) for stowed in pipe.execute()]
+
+    def begin(self, lease: Lease, run: Slice) -> bool:
+        """Note that the first operation of a run whose owner died is about to run by itself. False: it isn't ours."""
+        first = run.operations[0].seq_id
+        if self._store.script("begin")(run.tenant, run.run_id, run.token, first):
+            return True
+        lease.held.pop((run.tenant, run.run_id), None)
+        return False
 
     def commit(self, lease: Lease, operation: Operation, outcome: Outcome, *, token: int) -> None:
         """Record how the run's next operation ended and move the run on.
@@ -155,20 +186,34 @@ class Journal(Samples):
             lease.held.pop((operation.tenant, operation.run_id), None)
             raise StaleOwner(f"{operation.request_id!r} is not {lease.worker_id!r}'s to commit; drop the run's state")
 
-    @translated()
-    def history(self, tenant: str, run_id: str, *, after: int, upto: int) -> list[Operation]:
-        """Return the recorded operations with `after < seq_id <= upto`, each with how it ended in `error`."""
-        operations = []
+    def history(
+        self, tenant: str, run_id: str, *, after: int, upto: int, bodies_of: Container[str] = MESSAGES
+    ) -> Iterator[Operation]:
+        """Yield the recorded operations with `after < seq_id <= upto`, each with how it ended in `error`.
+
+        The body is there for the kinds in `bodies_of` that succeeded, and read when its turn comes; empty once a
+        snapshot covers it.
+
+        Raises:
+            OSError: a body that is asked for can't be read.
+        """
         for first in range(after + 1, upto + 1, _HISTORY_AT_ONCE):
-            seqs = list(range(first, min(first + _HISTORY_AT_ONCE, upto + 1)))
-            with self._store.redis.pipeline(transaction=False) as pipe:
-                pipe.hmget(keys.journal(tenant, run_id), seqs)
-                pipe.hmget(keys.bodies(tenant, run_id), seqs)
-                headers, bodies = pipe.execute()
-            for seq, header, body in zip(seqs, headers, bodies, strict=True):
-                if header is not None:
-                    operations.append(self._operation(tenant, run_id, seq, header, body or b"", replay=True))
-        return operations
+            for operation in self._recorded(tenant, run_id, range(first, min(first + _HISTORY_AT_ONCE, upto + 1))):
+                if operation.error or operation.kind not in bodies_of:
+                    yield operation
+                    continue
+                with translated():
+                    stowed = self._store.redis.hget(keys.bodies(tenant, run_id), operation.seq_id)
+                yield replace(operation, body=self._spool.load(stowed or b""))
+
+    @translated()
+    def _recorded(self, tenant: str, run_id: str, seqs: range) -> list[Operation]:
+        headers = self._store.redis.hmget(keys.journal(tenant, run_id), list(seqs))
+        return [
+            self._operation(tenant, run_id, seq, header, replay=True)
+            for seq, header in zip(seqs, headers, strict=True)
+            if header is not None
+        ]
 
     def record_snapshot(self, lease: Lease, tenant: str, run_id: str, token: int, directory: str, applied: int) -> None:
         """Register a recovery snapshot of the state after operation `applied`; drop the bodies that it covers.
@@ -193,20 +238,20 @@ class Journal(Samples):
         self._store.script("release")(tenant, run_id, token)
         lease.held.pop((tenant, run_id), None)
 
-    def close_gaps(self, now: float | None = None) -> int:
-        """Close the gaps that have stood too long at `now` (None: now); return how many operations failed so."""
-        judged = self._store.now() if now is None else now
-        timeout = self._settings.gap_timeout_s
-        total = 0
-        for _ in range(100):
+    def close_gaps(self, *, at_once: int = _CLOSE_AT_ONCE) -> int:
+        """Close the gaps that have stood too long by the store's clock; return how many operations failed so.
+
+        A gap is closed as a whole, in as many calls of `at_once` as it takes, so that none holds up the store.
+        """
+        timeout, total = self._settings.gap_timeout_s, 0
+        while True:
             closed = self._store.script("close_gaps")(
-                judged, timeout, timeout * SILENT_GAP_FACTOR, SESSION_SILENT_S,
-                self._settings.undelivered_ttl_s, _CLOSE_AT_ONCE,
+                timeout, timeout * SILENT_GAP_FACTOR, SESSION_SILENT_S, self._settings.undelivered_ttl_s,
+                at_once, MAX_AHEAD,
             )  # fmt: skip
             total += closed
-            if closed < _CLOSE_AT_ONCE:
-                break
-        return total
+            if closed < at_once:
+                return total
 
     @translated()
     def depth(self, slug: str) -> dict[str, dict]:
@@ -232,56 +277,67 @@ class Journal(Samples):
         }
 
     def _append(
-        self, tenant: str, run_id: str, seq_id: int, kind: str, digest: str, body: bytes, *rest: str | float
+        self,
+        tenant: str,
+        run_id: str,
+        seq_id: int,
+        kind: str,
+        digest: str,
+        body: bytes,
+        *rest: str | float,
+        num_tokens: int = 0,
     ) -> Promise:
         """Run the append script; `rest` is its ARGV from the mode on."""
         keys.run(tenant, run_id)
         request_id = keys.request_id(run_id, seq_id)
         stowed = self._spool.stow(tenant, body)
         answer = self._store.script("append")(
-            tenant, run_id, seq_id, kind, digest, stowed, len(body), request_id, *rest
-        )
+            tenant, run_id, seq_id, kind, digest, stowed, len(body), request_id, num_tokens,
+            self._settings.tenant_bytes, MAX_AHEAD, *rest,
+        )  # fmt: skip
         if answer != b"NEW":
             self._spool.discard(stowed)
         if answer not in (b"NEW", b"SAME"):
             raise _refusal(answer.decode(), run_id, seq_id)
         return Promise(request_id=request_id, run_id=run_id)
 
+    def _body(self, stowed: bytes | None) -> bytes | OSError:
+        try:
+            return b"" if stowed is None else self._spool.load(stowed)
+        except OSError as error:
+            return error
+
     def _slice(self, lease: Lease, row: list[bytes]) -> Slice:
         tenant, run_id, token, applied = row[0].decode(), row[1].decode(), int(row[2]), int(row[3])
         newly_owned = lease.held.get((tenant, run_id)) != token
         lease.held[(tenant, run_id)] = token
         operations = tuple(
-            self._operation(tenant, run_id, int(seq), header, body) for seq, header, body in _triples(row[4:])
+            self._operation(tenant, run_id, int(seq), header) for seq, header in zip(row[5::2], row[6::2], strict=True)
         )
         return Slice(
-            tenant=tenant, run_id=run_id, token=token, newly_owned=newly_owned, applied=applied, operations=operations
+            tenant=tenant,
+            run_id=run_id,
+            token=token,
+            newly_owned=newly_owned,
+            applied=applied,
+            operations=operations,
+            crashes=int(row[4]),
         )
 
-    def _operation(
-        self, tenant: str, run_id: str, seq: int, header: bytes, stowed: bytes, *, replay: bool = False
-    ) -> Operation:
+    def _operation(self, tenant: str, run_id: str, seq: int, header: bytes, *, replay: bool = False) -> Operation:
         fields = json.loads(header)
-        kind, error, voids = fields["kind"], fields.get("outcome") or "", fields.get("voids") == "1"
-        body = b""
-        try:
-            body = self._spool.load(stowed)
-        except OSError as failure:
-            log.error("the body of %s, seq %d, is lost: %s", run_id, seq, failure.strerror)
-            if replay and not error:  # it has taken effect: without it the run can't be rebuilt
-                raise
-            kind, voids, error = REFUSED, kind == ForwardBackward.kind, "the operation's body is lost on the server"
         return Operation(
             tenant=tenant,
             run_id=run_id,
             seq_id=seq,
             request_id=keys.request_id(run_id, seq),
-            kind=kind,
-            body=body,
+            kind=fields["kind"],
             submitted=float(fields["submitted"]),
+            size=int(fields["size"]),
+            tokens=int(fields.get("tokens") or 0),
             replay=replay,
-            error=error,
-            voids=voids,
+            error=fields.get("outcome") or "",
+            voids=fields.get("voids") == "1",
         )
 
 
@@ -291,7 +347,7 @@ class _SamplerTaken(Exception):
 
 def _check_seq(seq_id: int) -> None:
     if not 1 <= seq_id <= keys.MAX_RUN_SEQ:
-        raise InvalidRequest(f"seq_id must be 1 to {keys.MAX_RUN_SEQ}, not {seq_id}")
+        raise InvalidRequest(f"seq_id must be 1 to {keys.MAX_RUN_SEQ}, not {shown(seq_id)}")
 
 
 def _refusal(answer: str, run_id: str, seq_id: int) -> Exception:
@@ -301,11 +357,9 @@ def _refusal(answer: str, run_id: str, seq_id: int) -> Exception:
         "KEYREUSED": KeyReused(f"seq_id {seq_id} of {run_id!r} holds a different operation; use the next one"),
         "SAMPLER": _SamplerTaken(session_id),
         "MISSING": KeyReused(f"seq_id {seq_id} of {run_id!r} came too late: it was closed as never arrived"),
+        "AHEAD": InvalidRequest(f"seq_id {seq_id} is too far ahead of {run_id!r}'s others; count up by 1"),
+        "FULL": Overloaded(f"too much is queued already; send seq_id {seq_id} of {run_id!r} again when some is done"),
         "NOTFOUND": NotFound(f"no run {run_id!r}"),
         "SESSION": NotFound(f"no session {session_id!r}"),
         "GONE": Gone(f"session {session_id!r} is finished; open a new one"),
     }[answer]
-
-
-def _triples(flat: list[bytes]) -> Iterator[tuple[bytes, bytes, bytes]]:
-    return zip(flat[0::3], flat[1::3], flat[2::3], strict=True)

@@ -2,6 +2,7 @@
 local K = {
   GAPS = 'openrl:gaps', WORKERS = 'openrl:workers', FILES = 'openrl:files', EPOCH = 'openrl:epoch',
   TOKENS = 'openrl:tokens', TENANTS = 'openrl:tenants', DONE = 'openrl:done',
+  WAKE = 'openrl:wake', SIGNS = 'openrl:signs', MADE_ON = 'openrl:made-on',
 }
 function K.tenant(tenant, ...) return 'openrl:t:' .. tenant .. ':' .. table.concat({...}, ':') end
 function K.sessions(tenant) return K.tenant(tenant, 'sessions') end
@@ -9,10 +10,12 @@ function K.session(tenant, id) return K.tenant(tenant, 'session', id) end
 function K.session_runs(tenant, id) return K.session(tenant, id) .. ':runs' end
 function K.session_samplers(tenant, id) return K.session(tenant, id) .. ':samplers' end
 function K.idempotency(tenant, key) return K.tenant(tenant, 'idempotency', key) end
+function K.queued(tenant) return K.tenant(tenant, 'queued') end
 function K.runs(tenant) return K.tenant(tenant, 'runs') end
 function K.run(tenant, id) return K.tenant(tenant, 'run', id) end
 function K.journal(tenant, id) return K.run(tenant, id) .. ':journal' end
 function K.bodies(tenant, id) return K.run(tenant, id) .. ':bodies' end
+function K.checkpoints(tenant, id) return K.run(tenant, id) .. ':checkpoints' end
 function K.sampler(tenant, id) return K.tenant(tenant, 'sampler', id) end
 function K.sampler_ops(tenant, id) return K.sampler(tenant, id) .. ':ops' end
 function K.future(tenant, id) return K.tenant(tenant, 'future', id) end

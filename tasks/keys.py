@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from openrl.tasks.errors import InvalidRequest, NotFound
+from openrl.tasks.errors import InvalidRequest, NotFound, shown
 
 KEYS = "openrl:keys"
 """hash: sha256 of an API key -> JSON {key_id, tenant, name, created}"""
@@ -18,27 +18,38 @@ SECURED = "openrl:secured"
 """string: set by the first API key ever made, never removed"""
 TENANTS = "openrl:tenants"
 """set: tenants that ever opened a session or got a key"""
+SIGNING = "openrl:signing"
+"""string: the secret under the links to exported files, drawn once an installation"""
 MODELS = "openrl:models"
 """hash: base model name -> JSON"""
+MADE_ON = "openrl:made-on"
+"""hash: base model name -> digest of the weights that its runs were made on"""
 EPOCH = "openrl:epoch"
 """int: grows with each start of the store"""
 GAPS = "openrl:gaps"
 """zset: "tenant run" -> since when its next operation is missing while later ones wait"""
 WORKERS = "openrl:workers"
 """set: worker ids that took a lease"""
+SIGNS = "openrl:signs"
+"""hash: worker id -> "pid time" of the last renewal of its lease, until it ends the lease itself"""
 FILES = "openrl:files"
 """zset: spooled result file -> when it may be deleted"""
 DONE = "openrl:done"
 """channel: "tenant request_id" """
 WAKE = "openrl:wake"
-"""channel: a worker id"""
+"""channel: a worker id, or what `samplers` names"""
+
+NAME_RULE = "1 to 128 of A-Z a-z 0-9 . _ -, beginning with a letter or digit, without '..'"
+"""What a checkpoint may be called: the name becomes a part of its address and of its directory."""
 
 MAX_RUN_SEQ = 2**31 - 1
 MAX_SAMPLE_SEQ = 2**63 - 1
 
 _TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
-_SESSION = re.compile(r"[A-Za-z0-9._-]{1,128}")
-_MEMBER = re.compile(r"(?P<session>[A-Za-z0-9._-]{1,128}):(?P<noun>train|sample):(?P<number>0|[1-9][0-9]{0,9})")
+# No `_` in a session: a run's directory is its id with `_` in place of the colons.
+_SESSION = re.compile(r"[A-Za-z0-9.-]{1,128}")
+_MEMBER = re.compile(r"(?P<session>[A-Za-z0-9.-]{1,128}):(?P<noun>train|sample):(?P<number>0|[1-9][0-9]{0,9})")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _REQUEST = re.compile(r"(?P<parent>.{1,160}:(?P<noun>train|sample):[0-9]{1,10}):(?P<seq>0|[1-9][0-9]{0,18})")
 
 
@@ -58,8 +69,21 @@ def slug(name: str) -> str:
 def check_tenant(tenant: str) -> str:
     """Return `tenant` if it is a possible name, else raise InvalidRequest."""
     if not _TENANT.fullmatch(tenant):
-        raise InvalidRequest(f"{tenant!r} is no tenant name; use 1 to 63 of a-z, 0-9 and -, no - first")
+        raise InvalidRequest(f"{shown(tenant)} is no tenant name; use 1 to 63 of a-z, 0-9 and -, no - first")
     return tenant
+
+
+def check_run(run_id: str) -> str:
+    """Return `run_id` if it is a possible one, else raise InvalidRequest."""
+    match = _MEMBER.fullmatch(run_id)
+    if match is None or match["noun"] != "train":
+        raise InvalidRequest(f"{shown(run_id)} is no run's id; it is <session>:train:<number>")
+    return run_id
+
+
+def is_name(name: object) -> bool:
+    """Tell whether a checkpoint may be called so; NAME_RULE says it in words."""
+    return isinstance(name, str) and bool(_NAME.fullmatch(name)) and ".." not in name
 
 
 def run_id(session_id: str, number: int) -> str:
@@ -76,7 +100,7 @@ def session_of(member_id: str) -> str:
     """Return the session of a run or sampler id; NotFound if it is neither."""
     match = _MEMBER.fullmatch(member_id)
     if match is None:
-        raise NotFound(f"no run or sampler {member_id!r}")
+        raise NotFound(f"no run or sampler {shown(member_id)}")
     return match["session"]
 
 
@@ -89,7 +113,7 @@ def parse_request(text: str) -> RequestParts:
     """Take a request id apart; NotFound if it can't be one."""
     match = _REQUEST.fullmatch(text)
     if match is None or not _MEMBER.fullmatch(match["parent"]):
-        raise NotFound(f"no future {text!r}")
+        raise NotFound(f"no future {shown(text)}")
     return RequestParts(match["parent"], match["noun"] == "train", match["seq"])
 
 
@@ -106,7 +130,7 @@ def sessions(tenant: str) -> str:
 def session(tenant: str, session_id: str) -> str:
     """hash: record (JSON), last_seen, finished, reason."""
     if not _SESSION.fullmatch(session_id):
-        raise NotFound(f"no session {session_id!r}")
+        raise NotFound(f"no session {shown(session_id)}")
     return tenant_key(tenant, "session", session_id)
 
 
@@ -125,19 +149,28 @@ def idempotency(tenant: str, key: str) -> str:
     return tenant_key(tenant, "idempotency", key)
 
 
+def queued(tenant: str) -> str:
+    """int: bytes of the bodies that were accepted and whose operations aren't finished."""
+    return tenant_key(tenant, "queued")
+
+
 def runs(tenant: str) -> str:
     """zset: run id -> created."""
     return tenant_key(tenant, "runs")
 
 
 def run(tenant: str, run_id: str) -> str:
-    """hash: record (JSON), slug, applied, pending, state, owner, generation, token, last_request, snapshot..."""
+    """hash: record (JSON), slug, applied, pending, state, owner, generation, token, last_request, snapshot...
+
+    `suspect` is the operation that was next when an owner died, `crashes` how many owners it may have killed, `begun`
+    the same number once its present owner carries it out by itself.
+    """
     session_of(run_id)
     return tenant_key(tenant, "run", run_id)
 
 
 def journal(tenant: str, run_id: str) -> str:
-    """hash: seq -> JSON header {kind, digest, submitted, size, outcome, voids, token}."""
+    """hash: seq -> JSON header {kind, digest, submitted, size, tokens, outcome, voids, token}."""
     return run(tenant, run_id) + ":journal"
 
 
@@ -168,7 +201,7 @@ def future(tenant: str, request_id: str) -> str:
 
 
 def job(tenant: str, request_id: str) -> str:
-    """hash: body (stowed), submitted, of a sample that isn't finished."""
+    """hash: body (stowed), its size, submitted, of a sample that isn't finished; crashes of those who held it."""
     return tenant_key(tenant, "job", request_id)
 
 
@@ -215,6 +248,11 @@ def depth(kind: str, slug: str) -> str:
 def worker(worker_id: str) -> str:
     """hash with a TTL, the lease: generation, kind, slug, state, pid, started, last_busy."""
     return f"openrl:worker:{worker_id}"
+
+
+def samplers(slug: str) -> str:
+    """Name all samplers of a base model on the channel WAKE; no worker's id holds a space."""
+    return f"sample {slug}"
 
 
 def queues(kind: str, slug: str) -> str:

@@ -26,15 +26,14 @@ class SettingSpec:
     default: float
     low: float
     high: float
-    low_excluded: bool = False
 
     def allows(self, value: float) -> bool:
         """Say whether `value` lies in the range; NaN never does."""
-        return self.low <= value <= self.high and not (self.low_excluded and value == self.low)
+        return self.low <= value <= self.high
 
     def range_text(self) -> str:
         """Return the range in words, for errors."""
-        return f"{'over' if self.low_excluded else 'at least'} {self.low:g} and at most {self.high:g}"
+        return f"at least {self.low:g} and at most {self.high:g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +48,23 @@ class LossSpec:
         return {name: config.get(name, spec.default) for name, spec in self.config.items()}
 
 
+SEQUENCE_MASK = "sequence_ratio_mask"
+"""gspo's input that says which tokens make up a sequence's ratio: those where it isn't 0."""
+
 _POLICY_INPUTS = {
     "target_tokens": InputSpec(dtype="int64"),
     "logprobs": InputSpec(dtype="float32"),
     "advantages": InputSpec(dtype="float32"),
 }
 
-MAX_CLIP = 1e6
-"""No ratio bound above this means anything in float32, and infinity is no number of the wire's JSON."""
+MAX_SETTING = 1e6
+"""No ratio bound or penalty above this means anything in float32, and infinity is no number of the wire's JSON."""
+
+_CLIP = {
+    # Bounds of the probability ratio itself, not distances from one. A lower bound of 0 is none.
+    "clip_low_threshold": SettingSpec(default=0.8, low=0.0, high=1.0),
+    "clip_high_threshold": SettingSpec(default=1.2, low=1.0, high=MAX_SETTING),
+}
 
 LOSSES: dict[str, LossSpec] = {
     "cross_entropy": LossSpec(
@@ -67,15 +75,17 @@ LOSSES: dict[str, LossSpec] = {
         },
     ),
     "importance_sampling": LossSpec(inputs=_POLICY_INPUTS),
-    "ppo": LossSpec(
-        inputs=_POLICY_INPUTS,
-        config={
-            # Bounds of the probability ratio itself, not distances from one.
-            "clip_low_threshold": SettingSpec(default=0.8, low=0.0, high=1.0, low_excluded=True),
-            "clip_high_threshold": SettingSpec(default=1.2, low=1.0, high=MAX_CLIP),
-        },
-    ),
+    "ppo": LossSpec(inputs=_POLICY_INPUTS, config=_CLIP),
+    "cispo": LossSpec(inputs=_POLICY_INPUTS, config=_CLIP),
+    "dro": LossSpec(inputs=_POLICY_INPUTS, config={"beta": SettingSpec(default=0.05, low=0.0, high=MAX_SETTING)}),
+    "gspo": LossSpec(inputs=_POLICY_INPUTS | {SEQUENCE_MASK: InputSpec(dtype="float32")}, config=_CLIP),
 }
+
+INSTEAD = {
+    "stable_reinforce": "its formula is not public; use importance_sampling, ppo, cispo or gspo",
+    "custom": "losses are not run on the server; use the SDK's forward_backward_custom with a Python function",
+}
+"""Losses that Tinker's SDK knows and that aren't served, with what to use."""
 
 FLOAT_INPUTS = frozenset(
     name for loss in LOSSES.values() for name, spec in loss.inputs.items() if spec.dtype == "float32"

@@ -28,6 +28,7 @@ __all__ = [
     "OptimStep",
     "Sample",
     "SaveWeights",
+    "SaveWeightsExternal",
     "SaveWeightsForSampler",
     "decode",
 ]
@@ -38,6 +39,11 @@ class Message:
     """An operation's content. `kind` names it in the journal, in Celery and in errors."""
 
     kind: ClassVar[str] = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it sends through the model; 0 for what computes nothing."""
+        return 0
 
     def to_bytes(self) -> bytes:
         """Return the canonical encoding: JSON with sorted keys."""
@@ -66,6 +72,11 @@ class ForwardBackward(Message):
     data: tuple[Datum, ...]
     loss_fn: str
     loss_fn_config: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all sequences together."""
+        return sum(len(datum.tokens) for datum in self.data)
 
     def to_bytes(self) -> bytes:
         """Return the canonical protobuf encoding (no model id, no seq id, maps sorted)."""
@@ -146,6 +157,16 @@ class SaveWeightsForSampler(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveWeightsExternal(Message):
+    """Save the adapter as PEFT's files `external_weights/<name>`, to be downloaded."""
+
+    kind: ClassVar[str] = "save_weights_external"
+    name: str
+    ttl_seconds: int | None = None
+    user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadWeights(Message):
     """Replace an existing run's weights (and moments, if asked) by a training checkpoint's."""
 
@@ -162,6 +183,10 @@ class Sample(Message):
     `stop_tokens` and `stop_strings` come from the request's `stop`; `stop_at_eos` is false only where
     that was an empty list. `max_tokens` None means: to the end of the context. `seed` is always set by the time
     the message is journaled. `adapter_dir` (relative to the data directory) is empty for the base.
+
+    The request's `target_prompt_logprobs` [N, K] is `target_ids`, all cells row by row (-1: nothing is asked) or those
+    of compressed sparse rows, then with `target_crow` and `target_columns`; `target_shape` is empty where it is
+    absent. `prompt_logprobs_last_n` None means: the whole prompt.
     """
 
     kind: ClassVar[str] = "sample"
@@ -179,12 +204,19 @@ class Sample(Message):
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
+    target_ids: tuple[int, ...] = ()
+    target_shape: tuple[int, ...] = ()
+    target_crow: tuple[int, ...] = ()
+    target_columns: tuple[int, ...] = ()
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
 
 
 MESSAGES: dict[str, type[Message]] = {
     message.kind: message
     for message in (
-        CreateModel, ForwardBackward, Forward, OptimStep, SaveWeights, SaveWeightsForSampler, LoadWeights, Sample,
+        CreateModel, ForwardBackward, Forward, OptimStep, SaveWeights, SaveWeightsForSampler, SaveWeightsExternal,
+        LoadWeights, Sample,
     )
 }  # fmt: skip
 

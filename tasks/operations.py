@@ -30,8 +30,9 @@ class Promise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One entry of a run's journal, `body` loaded (empty once a snapshot covers it).
+    """One entry of a run's journal. `take` gives it without its `body`, `history` with the bodies of some kinds.
 
+    `size` is the body's in bytes, `tokens` what it sends through the model.
     `error`: why a refused or missing one failed; on replay, how it ended ("" means it succeeded).
     `voids`: a refused or missing one may have been a forward_backward, so the gradients are incomplete.
     """
@@ -41,8 +42,10 @@ class Operation:
     seq_id: int
     request_id: str
     kind: str
-    body: bytes
     submitted: float
+    size: int = 0
+    tokens: int = 0
+    body: bytes = b""
     replay: bool = False
     error: str = ""
     voids: bool = False
@@ -53,6 +56,8 @@ class Slice:
     """The executable operations of one run, `applied + 1` first, without a hole.
 
     `newly_owned`: this process is handed this token for the first time, so it holds none of the run's state.
+    `crashes`: how many workers died with the first of these operations next. The first death may be another run's
+    doing; the further ones are counted only while the operation was begun by itself (see `Journal.begin`).
     """
 
     tenant: str
@@ -61,6 +66,7 @@ class Slice:
     newly_owned: bool
     applied: int
     operations: tuple[Operation, ...]
+    crashes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

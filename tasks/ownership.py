@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from openrl.tasks import keys
 from openrl.tasks.errors import StoreUnavailable
@@ -153,12 +153,14 @@ def owner(store: Store, tenant: str, run_id: str) -> str:
 
 
 @translated()
-def is_served(store: Store, kind: str, slug: str) -> bool:
-    """Tell whether a worker of this kind is up for a base model and has finished starting."""
+def presence(store: Store, kind: str, slug: str) -> Literal["up", "starting", ""]:
+    """Tell whether a worker of this kind serves a base model, or at least is loading it; "" means neither."""
     ids = [member.decode() for member in store.redis.smembers(keys.WORKERS)]
     with store.redis.pipeline(transaction=False) as pipe:
         for worker_id in ids:
             pipe.hmget(keys.worker(worker_id), ["kind", "slug", "state"])
         rows = pipe.execute()
-    up = {(kind.encode(), slug.encode(), state.encode()) for state in ("ready", "busy")}
-    return any(tuple(row) in up for row in rows)
+    states = {row[2] for row in rows if tuple(row[:2]) == (kind.encode(), slug.encode())}
+    if states & {b"ready", b"busy"}:
+        return "up"
+    return "starting" if b"starting" in states else ""

@@ -1,4 +1,4 @@
-"""A process that leaves when the one that started it is gone.
+"""A process and its surroundings: it leaves when the one that started it is gone, and may open files enough.
 
 `openrl up` is the only parent of everything it starts and says so in OPENRL_PARENT_PID; where that is
 unset (Kubernetes, a process started by hand) nothing here does anything. Knows nothing of what the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 import threading
@@ -17,6 +18,9 @@ import time
 PARENT_PID = "OPENRL_PARENT_PID"
 GRACE_S = 12.0
 """How long a process that lost its parent may take over its own clean end."""
+
+MOST_OPEN_FILES = 1 << 20
+"""Linux's own default bound. Containers allow a thousand times that, and some programs walk through all of them."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -36,6 +40,16 @@ def die_with_parent() -> None:
     if os.getppid() != int(parent):
         raise SystemExit("the process that started this one is gone; leaving")
     threading.Thread(target=_watch, args=(int(parent),), name="parent-watch", daemon=True).start()
+
+
+def raise_open_files() -> int:
+    """Let this process, and what it starts, open as many files as the hard limit allows; return how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return MOST_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def _watch(parent: int) -> None:

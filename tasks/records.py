@@ -47,6 +47,12 @@ class BaseModel(Record):
     hidden_size: int
     num_layers: int
     tied_embeddings: bool
+    digest: str = ""
+    """Which weights are served under the name; "" in rows of earlier versions, here and in `base_digest`."""
+
+    def is_other(self, base_digest: str) -> bool:
+        """Tell whether something was made on other weights than these; what doesn't say is believed."""
+        return bool(self.digest and base_digest and self.digest != base_digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +88,7 @@ class Run(Record):
     last_request: float = 0.0
     applied: int = -1
     state: str = "creating"
+    base_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +103,7 @@ class Sampler(Record):
     adapter_dir: str = ""
     run_id: str = ""
     created: float = 0.0
+    base_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +127,7 @@ class Checkpoint(Record):
     expires_at: float | None = None
     """None: kept until it is deleted."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
+    base_digest: str = ""
 
     @property
     def uri(self) -> str:

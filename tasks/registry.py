@@ -10,12 +10,12 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 from openrl.tasks import keys
-from openrl.tasks.errors import Gone, InvalidRequest, KeyReused, NotFound
+from openrl.tasks.errors import Gone, InvalidRequest, KeyReused, NotFound, shown
 from openrl.tasks.records import BaseModel, Checkpoint, Row, Run, Sampler, Session, checkpoint_row, sampler_row
 from openrl.tasks.store import Store, translated
 
@@ -46,12 +46,17 @@ class Registry:
         self._redis.delete(keys.MODELS)
 
     @translated()
+    def made_on(self) -> dict[str, str]:
+        """Return, by base model, the digest of the weights that its runs were made on, where that is known."""
+        return {name.decode(): digest.decode() for name, digest in self._redis.hgetall(keys.MADE_ON).items()}
+
+    @translated()
     def model(self, name: str) -> BaseModel:
         """Return the model called `name`, or as the SDK does the one without the suffix after a colon."""
         row = self._redis.hget(keys.MODELS, name) or self._redis.hget(keys.MODELS, name.split(":", 1)[0])
         if row is None:
             served = ", ".join(sorted(model.name for model in self.models())) or "none"
-            raise NotFound(f"base model {name!r} is not served here; served: {served}")
+            raise NotFound(f"base model {shown(name)} is not served here; served: {served}")
         return BaseModel.from_json(row)
 
     @translated()
@@ -166,6 +171,7 @@ class Registry:
         model_path: str = "",
         adapter_dir: str = "",
         run_id: str = "",
+        base_digest: str = "",
     ) -> Sampler:
         """Register a sampler under `(session, seq)`.
 
@@ -174,7 +180,7 @@ class Registry:
         """
         keys.session(tenant, session_id)
         if not 0 <= seq <= keys.MAX_RUN_SEQ:
-            raise InvalidRequest(f"sampling_session_seq_id must be 0 to {keys.MAX_RUN_SEQ}, not {seq}")
+            raise InvalidRequest(f"sampling_session_seq_id must be 0 to {keys.MAX_RUN_SEQ}, not {shown(seq)}")
         sampler = Sampler(
             sampler_id=keys.sampler_id(session_id, seq),
             session_id=session_id,
@@ -184,6 +190,7 @@ class Registry:
             adapter_dir=adapter_dir,
             run_id=run_id,
             created=time.time(),
+            base_digest=base_digest,
         )
         digest = hashlib.sha256(json.dumps([base_model, model_path]).encode()).hexdigest()
         answer = self._store.script("sampler_create")(
@@ -207,21 +214,42 @@ class Registry:
     @translated()
     def checkpoint(self, tenant: str, run_id: str, checkpoint_id: str) -> Checkpoint:
         """Return a checkpoint of this tenant that hasn't expired."""
-        row = self._redis.hget(keys.checkpoints(tenant, run_id), checkpoint_id)
-        checkpoint = Checkpoint.from_json(row) if row else None
-        if checkpoint is None or _expired(checkpoint):
-            raise NotFound(f"no checkpoint 'tinker://{run_id}/{checkpoint_id}'")
-        return checkpoint
+        return self._checkpoint(tenant, run_id, checkpoint_id)[1]
 
     def checkpoint_by_uri(self, tenant: str, uri: str) -> Checkpoint:
         """Return the checkpoint at `tinker://<run>/<segment>/<name>`."""
         parts = uri.removeprefix("tinker://").split("/")
         if not uri.startswith("tinker://") or len(parts) != 3 or not all(parts):
-            raise InvalidRequest(f"{uri!r} is no checkpoint address; it is tinker://<run>/<segment>/<name>")
+            raise InvalidRequest(f"{shown(uri)} is no checkpoint address; it is tinker://<run>/<segment>/<name>")
         try:
             return self.checkpoint(tenant, parts[0], f"{parts[1]}/{parts[2]}")
         except NotFound:
-            raise NotFound(f"no checkpoint {uri!r}") from None
+            raise NotFound(f"no checkpoint {shown(uri)}") from None
+
+    @translated()
+    def set_expiry(self, tenant: str, run_id: str, checkpoint_id: str, expires_at: float | None) -> None:
+        """Keep a checkpoint until then (unix seconds), or, with None, until it is deleted."""
+        self._swap(tenant, run_id, checkpoint_id, lambda found: replace(found, expires_at=expires_at).to_json())
+
+    @translated()
+    def delete_checkpoint(self, tenant: str, run_id: str, checkpoint_id: str) -> Checkpoint:
+        """Forget a checkpoint and return what it was. Its directory stays."""
+        return self._swap(tenant, run_id, checkpoint_id, lambda _: "")
+
+    def _swap(self, tenant: str, run_id: str, checkpoint_id: str, change: Callable[[Checkpoint], str]) -> Checkpoint:
+        """Write a checkpoint's row anew ("" removes it), as it stands in that moment; return what it was."""
+        while True:
+            row, found = self._checkpoint(tenant, run_id, checkpoint_id)
+            swapped = self._store.script("checkpoint_swap")(tenant, run_id, checkpoint_id, row, change(found))
+            if swapped == b"OK":
+                return found
+
+    def _checkpoint(self, tenant: str, run_id: str, checkpoint_id: str) -> tuple[bytes, Checkpoint]:
+        row = self._redis.hget(keys.checkpoints(tenant, run_id), checkpoint_id)
+        checkpoint = Checkpoint.from_json(row) if row else None
+        if checkpoint is None or _expired(checkpoint):
+            raise NotFound(f"no checkpoint {shown(f'tinker://{run_id}/{checkpoint_id}')}")
+        return row, checkpoint
 
     @translated()
     def checkpoints(self, tenant: str, run_id: str | None, limit: int, offset: int) -> tuple[list[Checkpoint], int]:

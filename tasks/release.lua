@@ -4,5 +4,5 @@ local run = K.run(ARGV[1], ARGV[2])
 if redis.call('HGET', run, 'token') ~= ARGV[3] then
   return 0
 end
-redis.call('HSET', run, 'owner', '', 'generation', '', 'token', '')
+redis.call('HSET', run, 'owner', '', 'generation', '', 'token', '', 'begun', '')
 return 1

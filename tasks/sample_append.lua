@@ -1,7 +1,9 @@
 -- Accept one sampling request, once. `seq` is decimal text throughout: it passes 2^53.
--- Reads and writes: the sampler and its ops, the job, its promise, waiting, turns:<slug>, unfinished:<slug>, depth.
--- ARGV: 1 tenant, 2 sampler id, 3 seq, 4 digest, 5 stowed body, 6 request id, 7 session id
--- returns NEW | SAME | KEYREUSED | NOTFOUND (sampler)
+-- Reads and writes: the sampler and its ops, the job, its promise, waiting, turns:<slug>, unfinished:<slug>, depth,
+-- queued.
+-- ARGV: 1 tenant, 2 sampler id, 3 seq, 4 digest, 5 stowed body, 6 request id, 7 session id, 8 size of the body,
+--       9 most bytes queued of a tenant
+-- returns NEW | SAME | KEYREUSED | NOTFOUND (sampler) | FULL (over the tenant's bytes; nothing was changed)
 local tenant, sampler_id, seq, digest, body, request_id = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 local record = redis.call('HGET', K.sampler(tenant, sampler_id), 'record')
 if not record then
@@ -14,17 +16,22 @@ if known then
   end
   return redis.call('HGET', K.job(tenant, request_id), 'body') == body and 'NEW' or 'SAME'
 end
+if too_much(tenant, ARGV[8], ARGV[9]) then
+  return 'FULL'
+end
 
 local slug, now = cjson.decode(record).slug, clock()
 redis.call('HSET', K.sampler_ops(tenant, sampler_id), seq, digest)
 redis.call('HSET', K.sampler(tenant, sampler_id), 'last_used', now)
-redis.call('HSET', K.job(tenant, request_id), 'body', body, 'submitted', now)
+redis.call('HSET', K.job(tenant, request_id), 'body', body, 'size', ARGV[8], 'submitted', now)
 redis.call('HSET', K.future(tenant, request_id), 'state', 'pending', 'kind', 'sample', 'model_id', '', 'submitted', now)
 redis.call('ZADD', K.waiting(tenant, slug), now, request_id)
 redis.call('ZADD', K.turns(slug), 'NX', redis.call('HGET', K.served(slug), tenant) or 0, tenant)
 redis.call('ZADD', K.unfinished(slug), now, tenant .. ' ' .. request_id)
 count('sample', slug, tenant, 1)
+weigh(tenant, tonumber(ARGV[8]))
 if redis.call('HEXISTS', K.session(tenant, ARGV[7]), 'record') == 1 then
   redis.call('HSET', K.session(tenant, ARGV[7]), 'last_seen', now)
 end
+redis.call('PUBLISH', K.WAKE, 'sample ' .. slug)
 return 'NEW'

@@ -1,5 +1,5 @@
 -- Record how a sampling request ended, if this sampler process still holds it.
--- Reads and writes: inflight of this process, the job, its promise, unfinished:<slug>, depth, files.
+-- Reads and writes: inflight of this process, the job, its promise, unfinished:<slug>, depth, queued, files.
 -- ARGV: 1 slug, 2 worker id, 3 its generation, 4 tenant, 5 request id, 6 state: done | failed, 7 content type,
 --       8 stowed result, 9 error, 10 category, 11 ttl of the result
 -- returns {OK, stowed body} | {STALE}
@@ -10,10 +10,5 @@ if redis.call('HDEL', K.inflight(ARGV[2] .. '/' .. ARGV[3]), member) == 0 then
   -- The same result under the same file name: this very call, sent again by the client library.
   return {kept and kept ~= '' and kept == ARGV[8] and 'OK' or 'STALE'}
 end
-local body = redis.call('HGET', K.job(tenant, request_id), 'body')
-redis.call('DEL', K.job(tenant, request_id))
-redis.call('ZREM', K.unfinished(slug), member)
-count('sample', slug, tenant, -1)
-finish(tenant, request_id,
-  {state = ARGV[6], content_type = ARGV[7], result = ARGV[8], error = ARGV[9], category = ARGV[10]}, clock(), ARGV[11])
-return {'OK', body or ''}
+return {'OK', finish_sample(slug, tenant, request_id,
+  {state = ARGV[6], content_type = ARGV[7], result = ARGV[8], error = ARGV[9], category = ARGV[10]}, ARGV[11])}

@@ -14,12 +14,12 @@ import secrets
 from typing import TypeVar
 
 from openrl.tasks import keys
-from openrl.tasks.errors import InvalidRequest, KeyReused, NotFound, StaleOwner
+from openrl.tasks.errors import InvalidRequest, KeyReused, NotFound, Overloaded, StaleOwner, StoreFault, shown
 from openrl.tasks.messages import CreateModel, Message, Sample
 from openrl.tasks.operations import Outcome, Promise, SampleJob
 from openrl.tasks.ownership import Lease
 from openrl.tasks.records import Sampler
-from openrl.tasks.spool import Spool
+from openrl.tasks.spool import Apart, Spool, here
 from openrl.tasks.store import Store
 
 log = logging.getLogger(__name__)
@@ -34,43 +34,62 @@ MAX_ERROR_CHARS = 4000
 class Samples:
     """The sampling half of the journal; one per process, safe to share between threads."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, apart: Apart = here) -> None:
         self._store = store
         self._settings = store.settings
-        self._spool = Spool(store.settings.data_dir, inline_bytes=store.settings.inline_bytes)
+        self._apart = apart
+        self._spool = Spool(store.settings.data_dir, inline_bytes=store.settings.inline_bytes, apart=apart)
 
     def submit_sample(self, tenant: str, sampler: Sampler, seq_id: int, message: Sample) -> Promise:
         """Accept `message` under `(sampler, seq_id)`; the same one again gets the same promise.
 
         Raises:
             KeyReused: a different request was accepted under that `seq_id`.
+            Overloaded: the tenant has too many bytes queued; nothing is consumed.
         """
         if not 0 <= seq_id <= keys.MAX_SAMPLE_SEQ:
-            raise InvalidRequest(f"seq_id must be 0 to {keys.MAX_SAMPLE_SEQ}, not {seq_id}")
+            raise InvalidRequest(f"seq_id must be 0 to {keys.MAX_SAMPLE_SEQ}, not {shown(seq_id)}")
         request_id = keys.request_id(sampler.sampler_id, seq_id)
         session_id = keys.session_of(sampler.sampler_id)
-        stowed = self._spool.stow(tenant, with_seed(message).to_bytes())
+        body = with_seed(message).to_bytes()
+        stowed = self._spool.stow(tenant, body)
         answer = self._store.script("sample_append")(
-            tenant, sampler.sampler_id, seq_id, bytes.fromhex(digest(message))[:16], stowed, request_id, session_id
-        )
+            tenant, sampler.sampler_id, seq_id, bytes.fromhex(digest(message))[:16], stowed, request_id, session_id,
+            len(body), self._settings.tenant_bytes,
+        )  # fmt: skip
         if answer != b"NEW":
             self._spool.discard(stowed)
         if answer == b"NOTFOUND":
             raise NotFound(f"no sampler {sampler.sampler_id!r}")
+        if answer == b"FULL":
+            raise Overloaded(f"too much is queued already; send seq_id {seq_id} again when some of it is done")
         if answer == b"KEYREUSED":
             raise KeyReused(f"seq_id {seq_id} of {sampler.sampler_id!r} holds a different request; use the next one")
         return Promise(request_id=request_id)
 
-    def take_samples(self, slug: str, lease: Lease, *, limit: int) -> list[SampleJob]:
-        """Take up to `limit` waiting requests, those of dead samplers included; [] without a valid lease."""
+    def take_samples(self, slug: str, lease: Lease, *, limit: int, of_tenant: int | None = None) -> list[SampleJob]:
+        """Take up to `limit` waiting requests, those of dead samplers included; [] without a valid lease.
+
+        A tenant of whom this process holds `of_tenant` (None: however many) gets no turn until one of them ends.
+        """
         if limit <= 0 or lease.lost:
             return []
-        answer = self._store.script("sample_take")(slug, lease.worker_id, lease.generation, limit, lease.call_number)
-        lease.call_number += 1
+        answer = self._store.script("sample_take")(
+            slug,
+            lease.worker_id,
+            lease.generation,
+            limit,
+            lease.call_number,
+            self._settings.undelivered_ttl_s,
+            "" if of_tenant is None else of_tenant,
+        )
         if answer == b"LOST":
             lease.mark_lost()
             return []
-        return [job for row in answer if (job := self._job(lease, *row)) is not None]
+        jobs = [job for row in answer if (job := self._job(lease, *row)) is not None]
+        # Only now: if the store went away in between, the same call is repeated.
+        lease.call_number += 1
+        return jobs
 
     def commit_sample(self, lease: Lease, job: SampleJob, outcome: Outcome) -> None:
         """Finish a request that this process took.
@@ -96,17 +115,26 @@ class Samples:
             self._spool.discard(body)
 
     def _job(self, lease: Lease, tenant: bytes, request_id: bytes, submitted: bytes, body: bytes) -> SampleJob | None:
-        """Decode a taken request; None (and a failed promise) if its body is lost."""
+        """Decode a taken request; None, and a failed promise, if it is lost or can't be read."""
         try:
             message = Sample.from_bytes(self._spool.load(body))
-        except OSError as error:
-            log.error("the body of %s is lost: %s", request_id.decode(), error.strerror)
-            lost = Outcome(error="the request's body is lost; send it again as a new one", category="server")
-            self._commit_sample(lease, tenant.decode(), request_id.decode(), lost)
+        except Exception as error:  # whatever a broken body makes the decoder raise, it costs this request alone
+            self._fail(lease, tenant.decode(), request_id.decode(), error)
             return None
         return SampleJob(
             tenant=tenant.decode(), request_id=request_id.decode(), message=message, submitted=float(submitted)
         )
+
+    def _fail(self, lease: Lease, tenant: str, request_id: str, error: Exception) -> None:
+        """End a request that can't be read. One that can't be ended either returns with the end of the lease."""
+        error_id = secrets.token_hex(4)
+        log.error("error %s: the body of %s can't be read", error_id, request_id, exc_info=error)
+        cause = "is lost" if isinstance(error, FileNotFoundError) else "can't be read"
+        lost = f"the request's body {cause} (error id {error_id}); send it again as a new one"
+        try:
+            self._commit_sample(lease, tenant, request_id, Outcome(error=lost, category="server"))
+        except (StaleOwner, StoreFault) as refusal:
+            log.error("%s could not be ended: %s", request_id, refusal)
 
     def _ending(self, tenant: str, outcome: Outcome) -> tuple[str, str, bytes, str, str, float]:
         """Return an outcome as the scripts take it; a large result is on disk before this returns."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 SCHEMES = ("redis://", "rediss://", "unix://")
 
 
@@ -42,6 +43,16 @@ class StoreSettings:
     inline_bytes: int = 65536
     """Bodies and results up to this size live in the store, larger ones in files; memory is dearer than disk."""
 
+    tenant_bytes: int = 4 << 30
+    """Bodies that a tenant may have accepted and not finished; over it a submission is answered with 429. What a run
+    can execute next is always taken. Wide enough for hours of work, narrow enough that one tenant can't fill a disk."""
+
+    doorbell_threads: int = 256
+    """Celery threads of a worker: operations that show in Flower at a time. Progress never depends on them."""
+
+    log_level: str = "INFO"
+    """Of workers and scheduler: DEBUG, INFO, WARNING, ERROR or CRITICAL."""
+
     def __post_init__(self) -> None:
         """Refuse what makes no sense before anything is started."""
         if not self.redis_url.startswith(SCHEMES):
@@ -53,6 +64,12 @@ class StoreSettings:
                 raise ValueError(f"OPENRL_{name.upper()} must be a positive number of seconds")
         if self.inline_bytes < 0:
             raise ValueError("OPENRL_INLINE_BYTES must not be negative")
+        if self.tenant_bytes < 1:
+            raise ValueError("OPENRL_TENANT_BYTES must be at least 1")
+        if self.doorbell_threads < 1:
+            raise ValueError("OPENRL_DOORBELL_THREADS must be at least 1")
+        if self.log_level not in LOG_LEVELS:
+            raise ValueError(f"OPENRL_LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
         if not self.broker_url:
             object.__setattr__(self, "broker_url", _kombu_url(self.redis_url))
 
@@ -70,7 +87,10 @@ class StoreSettings:
             gap_timeout_s=_number(env, "OPENRL_GAP_TIMEOUT_S", 330.0),
             result_ttl_s=_number(env, "OPENRL_RESULT_TTL_S", 3600.0),
             undelivered_ttl_s=_number(env, "OPENRL_UNDELIVERED_TTL_S", 604800.0),
-            inline_bytes=int(_number(env, "OPENRL_INLINE_BYTES", 65536)),
+            inline_bytes=_whole(env, "OPENRL_INLINE_BYTES", 65536),
+            tenant_bytes=_whole(env, "OPENRL_TENANT_BYTES", 4 << 30),
+            doorbell_threads=_whole(env, "OPENRL_DOORBELL_THREADS", 256),
+            log_level=(env.get("OPENRL_LOG_LEVEL") or "INFO").upper(),
         )
 
 
@@ -89,6 +109,13 @@ def _kombu_url(redis_url: str) -> str:
 def _number(env: Mapping[str, str], name: str, default: float) -> float:
     text = env.get(name, "")
     try:
-        return float(text) if text else default
+        return float(text or default)
     except ValueError:
         raise ValueError(f"{name} must be a number, not {text!r}") from None
+
+
+def _whole(env: Mapping[str, str], name: str, default: int) -> int:
+    number = _number(env, name, default)
+    if not number.is_integer():
+        raise ValueError(f"{name} must be a whole number, not {env[name]!r}")
+    return int(number)

@@ -8,28 +8,42 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from openrl.tasks.keys import check_tenant
 
+Apart = Callable[..., Any]
+"""Calls its first argument with the others, away from a loop that must not stand still, and returns what it returns."""
+
+
+def here(work: Callable[..., Any], *args: object) -> Any:
+    """Return `work(*args)`: a process without a loop has nothing to keep clear."""
+    return work(*args)
+
 
 class Spool:
-    """The files of one data directory; every process that shares the directory sees the same."""
+    """The files of one data directory; every process that shares the directory sees the same.
 
-    def __init__(self, data_dir: Path, *, inline_bytes: int) -> None:
+    Files are written, synced and read through `apart`; what is small enough for the store never is.
+    """
+
+    def __init__(self, data_dir: Path, *, inline_bytes: int, apart: Apart = here) -> None:
         self._root = data_dir
         self._inline_bytes = inline_bytes
+        self._apart = apart
 
     def stow(self, tenant: str, data: bytes) -> bytes:
         """Return what to keep in the store for `data`; a large one is on disk before this returns."""
         if len(data) <= self._inline_bytes:
             return b"=" + data
-        return self.write(tenant, data).encode()
+        return str(self._apart(self.write, tenant, data)).encode()
 
     def load(self, stowed: bytes) -> bytes:
         """Return the bytes behind a stowed value; OSError if its file is lost."""
         if stowed.startswith(b"@"):
-            return self.read(stowed.decode())
+            return bytes(self._apart(self.read, stowed.decode()))
         return stowed[1:]
 
     def discard(self, stowed: bytes) -> None:
@@ -59,6 +73,11 @@ class Spool:
     def delete(self, reference: str) -> None:
         """Delete the file of `@<relative path>`; gone already is fine."""
         self._path(reference).unlink(missing_ok=True)
+
+    def files(self) -> Iterator[Path]:
+        """Yield every file there is, half-written ones included."""
+        for folder, _, names in os.walk(self._root / "spool"):
+            yield from (Path(folder, name) for name in names)
 
     def _path(self, reference: str) -> Path:
         relative = Path(reference.removeprefix("@"))

@@ -1,12 +1,16 @@
 """The store: one Redis or Valkey, reached through one bounded pool a process.
 
-The only home of redis' exceptions: whatever goes wrong leaves as StoreUnavailable, and its text
-never holds an address or a password. Knows scripts by name, not what they mean. Retries of a broken
-connection are safe because every script gives the same answer when it is run twice.
+The only home of redis' exceptions: a store that can't serve now leaves as StoreUnavailable, a command that
+it could not carry out as StoreFault, and neither text holds an address, a password or the store's own words.
+Knows scripts by name, not what they mean. Retries of a broken connection are safe because every script gives
+the same answer when it is run twice.
 """
 
 from __future__ import annotations
 
+import logging
+import re
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -17,23 +21,56 @@ import redis
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
-from openrl.tasks.errors import StoreUnavailable
+from openrl.tasks.errors import OpenRLError, StoreFault, StoreUnavailable
 from openrl.tasks.settings import StoreSettings
+
+log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 32
 SOCKET_TIMEOUT_S = 10.0
 """Longer than a slow fsync or a large script, shorter than a client's patience."""
 
+ADMITTING = frozenset({"append", "sample_append", "session_create", "sampler_create"})
+"""The scripts that take something in. A full store refuses these alone: what it holds can still be finished."""
+
+_PASSING = {
+    "OOM": "is full (maxmemory)",
+    "MISCONF": "can't write to its disk",
+    "LOADING": "is loading its data",
+    "READONLY": "is read-only",
+    "BUSY": "is busy with a long script",
+}
+"""What a store says that can't serve now, by the first word of its answer."""
+_FIRST_WORD = re.compile(rf"(?:^|: )({'|'.join(_PASSING)})\b")
+"""A pipeline puts the command before the answer."""
+
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Turn what redis raises into StoreUnavailable; serves as a decorator too."""
+    """Turn what redis raises into an error of ours; serves as a decorator too.
+
+    Raises:
+        StoreUnavailable: the store doesn't answer, or says that it can't serve now.
+        StoreFault: the command itself went wrong, and would again.
+    """
     try:
         yield
     except redis.ResponseError as error:
-        raise StoreUnavailable(f"the store refused a command ({error}); an operator must look") from error
+        raise _refused(error) from error
     except redis.RedisError as error:
         raise StoreUnavailable(f"the store does not answer ({type(error).__name__}); try again") from error
+
+
+def _refused(error: redis.ResponseError) -> OpenRLError:
+    """Tell a store that can't serve now from a command that it can't carry out."""
+    known = {redis.exceptions.OutOfMemoryError: "OOM", redis.exceptions.ReadOnlyError: "READONLY"}
+    found = _FIRST_WORD.search(str(error))
+    word = known.get(type(error)) or (found[1] if found else "")
+    if word:
+        return StoreUnavailable(f"the store {_PASSING[word]}; try again, an operator must look if it lasts")
+    error_id = secrets.token_hex(4)
+    log.error("error %s: the store refused a command: %s", error_id, error)
+    return StoreFault(f"the store could not carry out a command (error id {error_id}); an operator finds it in the log")
 
 
 class Store:
@@ -68,7 +105,10 @@ class Store:
     def script(self, name: str) -> Callable[..., Any]:
         """Return `tasks/<name>.lua` as a function of its ARGV."""
         if name not in self._scripts:
-            registered = self.redis.register_script(_source("keys") + _source("steps") + _source(name))
+            flags = "" if name in ADMITTING else " flags=allow-oom"
+            registered = self.redis.register_script(
+                f"#!lua{flags}\n" + _source("keys") + _source("steps") + _source(name)
+            )
 
             @translated()
             def call(*args: str | bytes | int | float) -> Any:

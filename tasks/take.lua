@@ -1,21 +1,18 @@
 -- Give a trainer the executable operations of its runs and of runs that nobody owns, which become its own.
--- Reads ready:<slug>, runs, journals, bodies, leases; writes owner, generation, token of claimed runs.
--- ARGV: 1 slug, 2 worker id, 3 its generation, 4 most runs, 5 most operations of a run, 6 most bytes of bodies,
---       7 most runs to claim
--- returns LOST, or {tenant, run id, token, applied, then seq, header, stowed body of each operation} for each run,
---         oldest first
+-- One run of each tenant in turn, each tenant's longest waiting first. Headers only: bodies are read for what is chosen.
+-- A run whose owner died comes as a suspect: with the number of workers that died with this very operation next.
+-- Its first death may be another run's fault, so only those count further that began it (begin.lua).
+-- Reads ready:<slug>, runs, journals, leases; writes owner, generation, token, suspect, crashes, begun of claimed runs.
+-- ARGV: 1 slug, 2 worker id, 3 its generation, 4 most runs, 5 most operations of a run, 6 most runs to claim
+-- returns LOST, or {tenant, run id, token, applied, crashes, then seq, header of each operation} for each run
 local slug, worker, generation = ARGV[1], ARGV[2], ARGV[3]
-local max_runs, max_ops, room, claims = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local max_runs, max_ops, claims = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 if not holds(worker, generation) then
   return 'LOST'
 end
 
 local alive = {}
-local function owned_by_another(run)
-  local owner, owners = run[1], run[2]
-  if owner == '' then
-    return false
-  end
+local function lives(owner, owners)
   local identity = owner .. '/' .. owners
   if alive[identity] == nil then
     alive[identity] = holds(owner, owners)
@@ -23,35 +20,66 @@ local function owned_by_another(run)
   return alive[identity]
 end
 
-local slices, bytes = {}, 0
-for _, member in ipairs(redis.call('ZRANGE', K.ready(slug), 0, -1)) do
-  if #slices >= max_runs or bytes >= room then
-    break
+-- Give a run to this worker under a new token; returns the token and the deaths before its next operation.
+local function claim(run_key, owner, head, suspect, crashes, begun)
+  if owner ~= '' and suspect ~= head then
+    suspect, crashes = head, 1
+  elseif owner ~= '' and begun == head then
+    crashes = crashes + 1
   end
-  local tenant, run_id = string.match(member, '^(%S+) (.+)$')
+  -- Doubles hold this exactly as long as the epoch is under 2^21.
+  local token = string.format('%.0f', (redis.call('GET', K.EPOCH) or 0) * 4294967296 + redis.call('INCR', K.TOKENS))
+  redis.call('HSET', run_key, 'owner', worker, 'generation', generation, 'token', token,
+    'suspect', suspect, 'crashes', crashes, 'begun', '')
+  return token, suspect == head and crashes or 0
+end
+
+local slices = {}
+local function offer(tenant, run_id)
   local run_key = K.run(tenant, run_id)
-  local run = redis.call('HMGET', run_key, 'owner', 'generation', 'token', 'applied')
-  local mine, token = run[1] == worker and run[2] == generation, run[3]
-  if not mine and claims > 0 and not owned_by_another(run) then
-    -- Doubles hold this exactly as long as the epoch is under 2^21.
-    token = string.format('%.0f', (redis.call('GET', K.EPOCH) or 0) * 4294967296 + redis.call('INCR', K.TOKENS))
-    redis.call('HSET', run_key, 'owner', worker, 'generation', generation, 'token', token)
-    mine, claims = true, claims - 1
+  local run = redis.call('HMGET', run_key, 'owner', 'generation', 'token', 'applied', 'suspect', 'crashes', 'begun')
+  local owner, token, head = run[1], run[3], string.format('%d', run[4] + 1)
+  local suspect, crashes = run[5] or '', tonumber(run[6] or 0)
+  if owner == worker and run[2] == generation then
+    crashes = suspect == head and crashes or 0
+  elseif claims > 0 and (owner == '' or not lives(owner, run[2])) then
+    token, crashes = claim(run_key, owner, head, suspect, crashes, run[7])
+    claims = claims - 1
+  else
+    return
   end
-  if mine then
-    local slice = {tenant, run_id, token, run[4]}
-    for next = run[4] + 1, run[4] + max_ops do
-      local seq = string.format('%d', next)
-      local header = redis.call('HGET', K.journal(tenant, run_id), seq)
-      local size = header and tonumber(cjson.decode(header).size)
-      if not header or (#slice > 4 and bytes + size > room) then
-        break
-      end
-      bytes = bytes + size
-      slice[#slice + 1], slice[#slice + 2] = seq, header
-      slice[#slice + 1] = redis.call('HGET', K.bodies(tenant, run_id), seq) or ''
+  local slice, journal = {tenant, run_id, token, run[4], crashes}, K.journal(tenant, run_id)
+  for next = run[4] + 1, run[4] + max_ops do
+    local seq = string.format('%d', next)
+    local header = redis.call('HGET', journal, seq)
+    if not header then
+      break
     end
+    slice[#slice + 1], slice[#slice + 2] = seq, header
+  end
+  if #slice > 5 then
     slices[#slices + 1] = slice
   end
+end
+
+local tenants, runs = {}, {}
+for _, member in ipairs(redis.call('ZRANGE', K.ready(slug), 0, -1)) do
+  local tenant, run_id = string.match(member, '^(%S+) (.+)$')
+  if not runs[tenant] then
+    tenants[#tenants + 1], runs[tenant] = tenant, {}
+  end
+  table.insert(runs[tenant], run_id)
+end
+local round, left = 1, true
+while left and #slices < max_runs do
+  left = false
+  for _, tenant in ipairs(tenants) do
+    local run_id = runs[tenant][round]
+    if run_id and #slices < max_runs then
+      left = true
+      offer(tenant, run_id)
+    end
+  end
+  round = round + 1
 end
 return slices

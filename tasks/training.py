@@ -45,6 +45,12 @@ def save_weights_for_sampler(self: EngineTask, tenant: str, request_id: str) -> 
     self.ring(tenant, request_id)
 
 
+@celery.task(bind=True, base=EngineTask, name="trainer.save_weights_external")
+def save_weights_external(self: EngineTask, tenant: str, request_id: str) -> None:
+    """Ring for one adapter in PEFT's format and wait until it is on disk."""
+    self.ring(tenant, request_id)
+
+
 @celery.task(bind=True, base=EngineTask, name="trainer.load_weights")
 def load_weights(self: EngineTask, tenant: str, request_id: str) -> None:
     """Ring for loading a checkpoint into a run and wait until it is loaded."""

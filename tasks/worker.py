@@ -8,14 +8,16 @@ torch nor what an engine does.
 from __future__ import annotations
 
 import logging
-import os
 import socket
+import sys
 import threading
 from typing import Any, ClassVar, Protocol
 
 from celery import Task, bootsteps
 from celery.signals import worker_shutting_down
 from celery.worker.control import Panel
+from kombu.message import Message
+from kombu.messaging import Consumer
 
 from openrl.tasks import keys
 from openrl.tasks.celery import celery, notice_queue, queue_name
@@ -23,6 +25,13 @@ from openrl.tasks.errors import OperationFailed, StoreUnavailable
 from openrl.tasks.store import Store
 
 log = logging.getLogger(__name__)
+
+SWITCH_S = 0.0005
+"""How long a thread keeps the interpreter when another wants it. The engine gives it up at each operation of torch,
+and must not wait Python's 5 ms for it while a doorbell is looked at."""
+
+EVENTS_S = 0.2
+"""Events for Flower are sent together this often. One by one they cost the engine more than the doorbells do."""
 
 QUEUE_CHECK_S = 5.0
 """How often a worker looks for queues of new tenants that no broadcast told it of."""
@@ -105,6 +114,37 @@ class _QueueCheck(bootsteps.StartStopStep):
             consumer.timer.call_repeatedly(QUEUE_CHECK_S, _queues.consume_new, (consumer,))
 
 
+class _EventsTogether(bootsteps.StartStopStep):
+    """Sends the events of tasks in batches, in place of after each turn of Celery's loop."""
+
+    requires = ("celery.worker.consumer.events:Events",)
+
+    def start(self, consumer: Any) -> None:
+        consumer.event_dispatcher.on_send_buffered = None
+        consumer.timer.call_repeatedly(EVENTS_S, self.flush, (consumer,))
+
+    def stop(self, consumer: Any) -> None:
+        self.flush(consumer)
+
+    def flush(self, consumer: Any) -> None:
+        if consumer.event_dispatcher is not None:
+            consumer.event_dispatcher.flush()
+
+
+class _Forgetful(Consumer):
+    """Takes doorbells without the broker's book of deliveries: one that is lost with its worker does no harm."""
+
+    no_ack = True
+
+    def _receive_callback(self, message: Message) -> Any:
+        message.ack_log_error = _nothing_to_acknowledge  # type: ignore[method-assign]  # kombu calls it for every message
+        return super()._receive_callback(message)
+
+
+def _nothing_to_acknowledge(*_: object, **__: object) -> None:
+    """Stand in for an acknowledgement: the message left the broker when it was read."""
+
+
 @Panel.register(name="refresh_queues", type="control")
 def refresh_queues(state: Any, **_: Any) -> dict[str, str]:
     """Look for new tenants' queues now (`celery -A openrl.tasks control refresh_queues`)."""
@@ -121,7 +161,12 @@ def serve(engine: Engine, *, store: Store, family: str, slug: str, name: str) ->
     global _queues
     _queues = TenantQueues(store, family=family, slug=slug)
     EngineTask.engine = engine
-    celery.steps["consumer"].add(_QueueCheck)
+    sys.setswitchinterval(SWITCH_S)
+    for noisy in ("celery.worker.strategy", "celery.app.trace"):
+        # One line when a task comes and one when it ends: Flower shows both, and the engines log what they do.
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    celery.amqp.Consumer = _Forgetful
+    celery.steps["consumer"].update((_QueueCheck, _EventsTogether))
 
     # The receiver is kept by a name of this frame: Celery's signals hold their receivers weakly.
     def leave(**_: Any) -> None:
@@ -131,9 +176,9 @@ def serve(engine: Engine, *, store: Store, family: str, slug: str, name: str) ->
     worker = celery.Worker(
         hostname=f"{name}@{socket.gethostname()}",
         pool="threads",
-        concurrency=int(os.environ.get("OPENRL_DOORBELL_THREADS", "256")),
+        concurrency=store.settings.doorbell_threads,
         queues=_queues.names(),
-        loglevel=os.environ.get("OPENRL_LOG_LEVEL", "INFO"),
+        loglevel=store.settings.log_level,
         without_gossip=True,
         without_mingle=True,
         task_events=True,

@@ -5,15 +5,15 @@ As strict as protobuf: a key that would be ignored is refused by name. null mean
 
 from __future__ import annotations
 
-from reprlib import repr as shown
 from typing import Any
 
 import numpy as np
 
-from openrl.tasks.errors import InvalidRequest
-from openrl.tasks.wire.tensors import DTYPES, INT32, INT64, Expander, listed, shaped
+from openrl.tasks.errors import InvalidRequest, shown
+from openrl.tasks.wire.tensors import DTYPES, INT32, INT64, Expander, csr_rows, listed, shaped
 from openrl.tasks.wire.values import (
     MAX_DATUMS,
+    Cells,
     Datum,
     ForwardBackwardRequest,
     by_key,
@@ -46,6 +46,23 @@ def decode_forward_backward_json(body: object, forward_only: bool) -> ForwardBac
 def decode_prompt_json(prompt: object) -> tuple[int, ...]:
     """Read a sampling prompt `{"chunks": [...]}` into its token ids."""
     return tuple(_json_tokens(prompt, "prompt").tolist())
+
+
+def decode_cells_json(value: object, where: str) -> Cells:
+    """Read an int64 tensor [N, K], dense or in compressed sparse rows, and leave it as it is laid out."""
+    tensor = _object(value, where, {"data", "dtype", "shape", "sparse_crow_indices", "sparse_col_indices"})
+    if tensor.get("dtype") != "int64":
+        raise InvalidRequest(f"{where} has dtype {shown(tensor.get('dtype'))}; it must be 'int64'")
+    shape = listed(tensor.get("shape", []), INT64, f"{where}.shape").tolist()
+    if len(shape) != 2:
+        raise InvalidRequest(f"{where} has shape {shown(shape)}; it must be [N, K]")
+    values = listed(tensor.get("data"), INT64, f"{where}.data")
+    if "sparse_crow_indices" not in tensor and "sparse_col_indices" not in tensor:
+        return Cells(values=shaped(values, shape, where).ravel(), shape=(shape[0], shape[1]))
+    crow = listed(tensor.get("sparse_crow_indices"), INT64, f"{where}.sparse_crow_indices")
+    columns = listed(tensor.get("sparse_col_indices"), INT64, f"{where}.sparse_col_indices")
+    csr_rows(crow, columns, shape, len(values), where)
+    return Cells(values=values, shape=(shape[0], shape[1]), crow=crow, columns=columns)
 
 
 def _json_datum(value: object, where: str, expander: Expander) -> Datum:

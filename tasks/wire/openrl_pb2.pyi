@@ -215,14 +215,26 @@ class Batched(_message.Message):
     def __init__(self, data: _Optional[bytes] = ..., offsets: _Optional[bytes] = ..., dtype: _Optional[_Union[ElementType, str]] = ..., trailing_shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SampleResult(_message.Message):
-    __slots__ = ("sequences", "prompt_logprobs", "topk_prompt_logprobs")
+    __slots__ = ("sequences", "prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs", "prompt_alt_tokens")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     TOPK_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ALT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedCompositeFieldContainer[Continuation]
     prompt_logprobs: bytes
     topk_prompt_logprobs: Topk
-    def __init__(self, sequences: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., prompt_logprobs: _Optional[bytes] = ..., topk_prompt_logprobs: _Optional[_Union[Topk, _Mapping]] = ...) -> None: ...
+    target_prompt_logprobs: Tensor
+    prompt_alt_tokens: Alternatives
+    def __init__(self, sequences: _Optional[_Iterable[_Union[Continuation, _Mapping]]] = ..., prompt_logprobs: _Optional[bytes] = ..., topk_prompt_logprobs: _Optional[_Union[Topk, _Mapping]] = ..., target_prompt_logprobs: _Optional[_Union[Tensor, _Mapping]] = ..., prompt_alt_tokens: _Optional[_Union[Alternatives, _Mapping]] = ...) -> None: ...
+
+class Alternatives(_message.Message):
+    __slots__ = ("tokens", "logprobs")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    tokens: Tensor
+    logprobs: Tensor
+    def __init__(self, tokens: _Optional[_Union[Tensor, _Mapping]] = ..., logprobs: _Optional[_Union[Tensor, _Mapping]] = ...) -> None: ...
 
 class Continuation(_message.Message):
     __slots__ = ("stop_reason", "tokens", "logprobs", "topk_sampled_logprobs")

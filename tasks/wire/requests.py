@@ -7,14 +7,13 @@ stable_reinforce, which isn't served, uses them.
 
 from __future__ import annotations
 
-from reprlib import repr as shown
 from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from openrl.tasks.errors import InvalidRequest, Undecodable
+from openrl.tasks.errors import InvalidRequest, Undecodable, shown
 from openrl.tasks.wire import openrl_pb2 as pb
 from openrl.tasks.wire.tensors import FLOAT32, INT32, INT64, Expander, shaped, unpack
 from openrl.tasks.wire.values import (

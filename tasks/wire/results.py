@@ -10,19 +10,37 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
 from openrl.tasks.wire import openrl_pb2 as pb
 from openrl.tasks.wire.tensors import FLOAT32, INT32, INT64
+from openrl.tasks.wire.values import Cells
 
 OUTPUT_TYPE = "TorchLossReturn"
 EMPTY_LOGPROB = -99999.0
 """Fills unused cells of a top-k row, with token 0; a row that starts with it reads as None."""
 
-Candidates = list[tuple[int, float]]
-"""The likeliest tokens of one position with their logprobs, best first."""
+
+class Candidates(NamedTuple):
+    """The likeliest tokens of each position, best first: ids and their logprobs, both [positions, k].
+
+    A position that has none is filled with token 0 and `EMPTY_LOGPROB`.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+
+    @classmethod
+    def none(cls, num_positions: int, k: int) -> Self:
+        """Return positions that have none."""
+        return cls(np.zeros((num_positions, k), INT32), np.full((num_positions, k), EMPTY_LOGPROB, FLOAT32))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Put parts of the same k (at least one) behind each other."""
+        return cls(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +50,14 @@ class SampledSequence:
     tokens: Sequence[int]
     logprobs: Sequence[float]
     stop_reason: Literal["stop", "length"]
-    topk: Sequence[Candidates] | None = None
+    topk: Candidates | None = None
+
+
+class Alternatives(NamedTuple):
+    """Draws in place of each prompt token after the first: ids and their logprobs, both [prompt length - 1, k]."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
 
 
 _STOP_REASONS = {"stop": pb.STOP_REASON_STOP, "length": pb.STOP_REASON_LENGTH}
@@ -92,7 +117,9 @@ def _record_arrays(record: pb.Record) -> Iterator[np.ndarray]:
 def encode_sample_response(
     sequences: Sequence[SampledSequence],
     prompt_logprobs: Sequence[float | None] | None = None,
-    topk_prompt_logprobs: Sequence[Candidates | None] | None = None,
+    topk_prompt_logprobs: Candidates | None = None,
+    target_logprobs: Cells | None = None,
+    alternatives: Alternatives | None = None,
 ) -> bytes:
     """Encode the continuations; the prompt's logprobs (None where there is none) only where asked for."""
     result = pb.SampleResult()
@@ -108,6 +135,11 @@ def encode_sample_response(
         result.prompt_logprobs = np.array(prompt_logprobs, FLOAT32).tobytes()  # numpy reads None as NaN
     if topk_prompt_logprobs is not None:
         result.topk_prompt_logprobs.CopyFrom(_topk(topk_prompt_logprobs))
+    if target_logprobs is not None:
+        result.target_prompt_logprobs.CopyFrom(_cells(target_logprobs))
+    if alternatives is not None:
+        result.prompt_alt_tokens.tokens.CopyFrom(_dense(alternatives.tokens, INT64, pb.ELEMENT_INT64))
+        result.prompt_alt_tokens.logprobs.CopyFrom(_dense(alternatives.logprobs, FLOAT32, pb.ELEMENT_FLOAT32))
     return result.SerializeToString(deterministic=True)
 
 
@@ -119,6 +151,11 @@ def sample_response_to_json(body: bytes) -> dict[str, Any]:
         response["prompt_logprobs"] = _finite(np.frombuffer(result.prompt_logprobs, FLOAT32))
     if result.HasField("topk_prompt_logprobs"):
         response["topk_prompt_logprobs"] = _topk_lists(result.topk_prompt_logprobs)
+    if result.HasField("target_prompt_logprobs"):
+        response["target_prompt_logprobs"] = _tensor_json(result.target_prompt_logprobs)
+    if result.HasField("prompt_alt_tokens"):
+        drawn = result.prompt_alt_tokens
+        response["prompt_alt_tokens"] = {"tokens": _tensor_json(drawn.tokens), "logprobs": _tensor_json(drawn.logprobs)}
     return response
 
 
@@ -133,17 +170,41 @@ def _continuation_json(continuation: pb.Continuation) -> dict[str, Any]:
     return sequence
 
 
-def _topk(rows: Sequence[Candidates | None]) -> pb.Topk:
-    """Pack rows of differing length into two [length, k] matrices."""
-    lengths = np.array([len(row or ()) for row in rows], INT64)
-    k = int(lengths.max(initial=0))
-    used = np.arange(k) < lengths[:, None]
-    cells = np.array(list(chain.from_iterable(row or () for row in rows)), np.float64).reshape(-1, 2)
-    token_ids = np.zeros(used.shape, INT32)
-    logprobs = np.full(used.shape, EMPTY_LOGPROB, FLOAT32)
-    token_ids[used] = cells[:, 0]
-    logprobs[used] = cells[:, 1]
-    return pb.Topk(token_ids=token_ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=len(rows))
+def _dense(array: np.ndarray, dtype: np.dtype[Any], element: pb.ElementType) -> pb.Tensor:
+    return pb.Tensor(dense=np.asarray(array, dtype).tobytes(), dtype=element, shape=array.shape)
+
+
+def _cells(cells: Cells) -> pb.Tensor:
+    """Pack float32 cells in their own layout."""
+    if cells.crow is None or cells.columns is None:
+        return _dense(cells.values.reshape(cells.shape), FLOAT32, pb.ELEMENT_FLOAT32)
+    csr = pb.Csr(
+        values=np.asarray(cells.values, FLOAT32).tobytes(),
+        crow_indices=np.asarray(cells.crow, INT64).tobytes(),
+        col_indices=np.asarray(cells.columns, INT64).tobytes(),
+    )
+    return pb.Tensor(sparse_csr=csr, dtype=pb.ELEMENT_FLOAT32, shape=cells.shape)
+
+
+def _tensor_json(tensor: pb.Tensor) -> dict[str, Any]:
+    sparse = tensor.HasField("sparse_csr")
+    whole = tensor.dtype == pb.ELEMENT_INT64
+    values = np.frombuffer(tensor.sparse_csr.values if sparse else tensor.dense, INT64 if whole else FLOAT32)
+    found: dict[str, Any] = {
+        "data": values.tolist() if whole else _finite(values),
+        "dtype": "int64" if whole else "float32",
+        "shape": list(tensor.shape),
+    }
+    if sparse:
+        found["sparse_crow_indices"] = np.frombuffer(tensor.sparse_csr.crow_indices, INT64).tolist()
+        found["sparse_col_indices"] = np.frombuffer(tensor.sparse_csr.col_indices, INT64).tolist()
+    return found
+
+
+def _topk(candidates: Candidates) -> pb.Topk:
+    length, k = candidates.tokens.shape
+    token_ids, logprobs = np.asarray(candidates.tokens, INT32), np.asarray(candidates.logprobs, FLOAT32)
+    return pb.Topk(token_ids=token_ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=length)
 
 
 def _topk_lists(topk: pb.Topk) -> list[list[list[Any]] | None]:

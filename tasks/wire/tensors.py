@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from reprlib import repr as shown
 from typing import Any
 
 import numpy as np
 
-from openrl.tasks.errors import InvalidRequest, TooLarge
+from openrl.tasks.errors import InvalidRequest, TooLarge, shown
 
 INT32 = np.dtype("<i4")
 INT64 = np.dtype("<i8")
@@ -74,28 +73,35 @@ class Expander:
 
         Every index is checked before anything is allocated.
         """
-        if len(shape) != 2:
-            raise InvalidRequest(f"{where} is sparse and needs a shape [N, K], not {list(shape)}")
-        _check_shape(shape, where)
+        row_of_value = csr_rows(rows, columns, shape, len(values), where)
         num_rows, num_columns = shape
-        _check_rows(rows, num_rows, len(values), where)
-        if len(columns) != len(values):
-            raise InvalidRequest(f"{where} has {len(values)} values and {len(columns)} column indices")
         if num_rows * num_columns > self._room:
             raise TooLarge(
                 f"{where} has shape {list(shape)}; sparse tensors of one request may hold {MAX_EXPANDED_ELEMENTS} "
                 f"cells once dense and {self._room} are left: send fewer datums at once"
             )
-        if columns.size and (columns.min() < 0 or columns.max() >= num_columns):
-            worst = columns.max() if columns.max() >= num_columns else columns.min()
-            raise InvalidRequest(f"{where} has column index {worst}; it must be from 0 to {num_columns - 1}")
-        cells = np.repeat(np.arange(num_rows, dtype=INT64), np.diff(rows)) * num_columns + columns
-        if (np.diff(cells) <= 0).any():
-            raise InvalidRequest(f"{where} must list the columns of each row in increasing order, each once")
         self._room -= num_rows * num_columns
         dense = np.zeros(num_rows * num_columns, dtype=values.dtype)
-        dense[cells] = values
+        dense[row_of_value * num_columns + columns] = values
         return sealed(dense.reshape(num_rows, num_columns))
+
+
+def csr_rows(rows: np.ndarray, columns: np.ndarray, shape: Sequence[int], num_values: int, where: str) -> np.ndarray:
+    """Check the indices of compressed sparse rows [N, K]; return the row of each value."""
+    if len(shape) != 2:
+        raise InvalidRequest(f"{where} is sparse and needs a shape [N, K], not {list(shape)}")
+    _check_shape(shape, where)
+    num_rows, num_columns = shape
+    _check_rows(rows, num_rows, num_values, where)
+    if len(columns) != num_values:
+        raise InvalidRequest(f"{where} has {num_values} values and {len(columns)} column indices")
+    if columns.size and (columns.min() < 0 or columns.max() >= num_columns):
+        worst = columns.max() if columns.max() >= num_columns else columns.min()
+        raise InvalidRequest(f"{where} has column index {worst}; it must be from 0 to {num_columns - 1}")
+    row_of_value = np.repeat(np.arange(num_rows, dtype=INT64), np.diff(rows))
+    if ((np.diff(columns) <= 0) & (np.diff(row_of_value) == 0)).any():
+        raise InvalidRequest(f"{where} must list the columns of each row in increasing order, each once")
+    return row_of_value
 
 
 def _check_shape(shape: Sequence[int], where: str) -> None:

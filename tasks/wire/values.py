@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from reprlib import repr as shown
 from typing import Protocol
 
 import numpy as np
 
-from openrl.tasks.errors import InvalidRequest, TooLarge
+from openrl.tasks.errors import InvalidRequest, TooLarge, shown
 from openrl.tasks.losses import FLOAT_INPUTS
 from openrl.tasks.wire.tensors import FLOAT32, INT32, INT64, sealed
 
@@ -38,6 +37,25 @@ class Datum:
             return False
         pairs = [(self.tokens, other.tokens), *((array, other.inputs[name]) for name, array in self.inputs.items())]
         return all(mine.dtype == its.dtype and np.array_equal(mine, its) for mine, its in pairs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cells:
+    """A tensor [N, K] in the layout it was sent in: all cells row by row, or those listed in compressed sparse rows.
+
+    `crow` (row pointers) and `columns` are None where it is dense.
+    """
+
+    values: np.ndarray
+    shape: tuple[int, int]
+    crow: np.ndarray | None = None
+    columns: np.ndarray | None = None
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The row of each cell, growing."""
+        num_rows, width = self.shape
+        return np.repeat(np.arange(num_rows), width if self.crow is None else np.diff(self.crow))
 
 
 class LossCall(Protocol):

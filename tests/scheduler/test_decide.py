@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from openrl.scheduler.decide import decide
-from openrl.scheduler.resources import Demand, Pool, Snapshot, Worker, Workload
+from openrl.scheduler.resources import Demand, Pool, Process, Sign, Snapshot, Worker, Workload
 
 NOW = 10_000.0
 TRAINER = Pool(slug="tiny", kind="trainer", base="Org/Tiny")
@@ -174,3 +174,51 @@ def test_every_action_says_why_in_words():
 def test_a_workload_survives_its_json():
     original = workload(accelerator=3)
     assert Workload.from_json(original.to_json()) == original
+
+
+def hung(*, silent_s: float = 1000.0, process: Process | None = None, **fields) -> Snapshot:
+    """A trainer whose process runs, and whose last sign of life is `silent_s` old."""
+    name = TRAINER.workload_name
+    return snapshot(**{
+        "demand": {TRAINER: Demand(depth=1, oldest_s=silent_s), SAMPLER: Demand()},
+        "workloads": (workload(),),
+        "processes": {name: process or Process(pid=7, generation=0)},
+        "signs": {name: Sign(pid=7, at=NOW - silent_s)},
+        **fields,
+    })  # fmt: skip
+
+
+def test_a_process_that_lost_its_lease_long_ago_is_replaced():
+    assert verbs(hung()) == [("replace", "trainer-tiny")]
+    [action] = decide(hung()).actions
+    assert action.reason == "process 7 runs and has not renewed its lease for 1000 s: it hangs"
+
+
+@pytest.mark.parametrize(("lease_s", "silent_s"), [(30.0, 120.0), (4.0, 34.0)])
+def test_a_lease_that_ended_a_while_ago_is_given_time_to_be_taken_anew(lease_s, silent_s):
+    assert verbs(hung(lease_s=lease_s, silent_s=silent_s - 0.1)) == []
+    assert verbs(hung(lease_s=lease_s, silent_s=silent_s + 0.1)) == [("replace", "trainer-tiny")]
+
+
+def test_a_process_that_is_still_starting_does_not_hang_whatever_its_predecessor_did():
+    assert verbs(hung(process=Process(pid=8, generation=0))) == []
+    assert verbs(hung(signs={})) == []
+
+
+def test_a_process_that_is_being_replaced_is_not_replaced_again():
+    after = replace(workload(), generation=1)
+    assert verbs(hung(workloads=(after,))) == []
+    assert verbs(hung(workloads=(after,), process=Process(pid=7, generation=1))) == [("replace", "trainer-tiny")]
+
+
+def test_a_workload_without_a_process_is_left_to_the_supervisor():
+    assert verbs(hung(processes={})) == []
+
+
+def test_nobody_hangs_because_the_store_or_the_machine_stood_still():
+    assert verbs(hung(watched_since=NOW - 100)) == []
+
+
+def test_what_is_let_go_is_not_replaced():
+    idle = {TRAINER: Demand(), SAMPLER: Demand()}
+    assert verbs(hung(demand=idle)) == [("stop", "trainer-tiny")]

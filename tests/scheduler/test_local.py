@@ -6,7 +6,7 @@ import pytest
 
 from openrl.scheduler.clusters import local
 from openrl.scheduler.clusters.local import LocalCluster, devices
-from openrl.scheduler.resources import Action, Workload
+from openrl.scheduler.resources import Action, Process, Workload
 
 
 def workload(*, since: float = 1.0, accelerator: int | None = None) -> Workload:
@@ -21,6 +21,10 @@ def start(**fields) -> Action:
 
 def stop(**fields) -> Action:
     return Action(verb="stop", workload=workload(**fields), reason="")
+
+
+def renewed(**fields) -> Action:
+    return Action(verb="replace", workload=workload(**fields), reason="")
 
 
 @pytest.fixture
@@ -85,3 +89,19 @@ def test_devices_are_counted_by_the_drivers_own_tool(monkeypatch, tmp_path):
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert devices() == ("0", "1")
+
+
+def test_of_two_deciders_that_replace_a_process_one_does(cluster):
+    cluster.apply([start()])
+    assert cluster.apply([renewed()]) == {"trainer-tiny"}
+    assert cluster.apply([renewed()]) == set()
+    assert [each.generation for each in cluster.workloads()] == [1]
+    assert cluster.apply([stop()]) == set()
+
+
+def test_what_runs_is_what_was_reported_last_and_nothing_after_a_start(cluster):
+    cluster.report({"a": Process(pid=1, generation=0), "b": Process(pid=2, generation=3)})
+    cluster.report({"b": Process(pid=2, generation=3)})
+    assert cluster.processes() == {"b": Process(pid=2, generation=3)}
+    cluster.clear()
+    assert cluster.processes() == {}

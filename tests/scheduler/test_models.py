@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ CONFIG = {
 def write(directory: Path, *, config=None, tensors=("model.embed_tokens.weight",), tokenizer="tokenizer.json") -> Path:
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(CONFIG if config is None else config))
-    header = json.dumps({"__metadata__": {}, **{name: {} for name in tensors}}).encode()
+    header = json.dumps({"__metadata__": {}, **{name: {"data_offsets": [0, 0]} for name in tensors}}).encode()
     (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     if tokenizer:
         (directory / tokenizer).write_text("{}")
@@ -71,10 +72,38 @@ def test_tied_embeddings_come_from_the_config_else_from_the_weights(tmp_path):
     assert [resolve([name])[0].tied_embeddings for name in ("said", "no-head", "head")] == [True, True, False]
 
 
-def test_a_text_model_inside_a_larger_config_is_described(tmp_path):
-    write(tmp_path / "multi", config={"model_type": "gemma3", "text_config": CONFIG})
-    [model] = resolve(["multi"])
-    assert (model.arch, model.vocab_size) == ("gemma3", 260)
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "gemma2"}, ["'gemma2'", "llama, mistral, qwen2, qwen3, smollm3"]),
+        ({"model_type": "gemma3", "text_config": CONFIG}, ["'gemma3'", "llama"]),
+        ({"model_type": None}, ["llama"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling", "'dynamic'"]),
+        ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_scaling", "'longrope'"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters", "'longrope'"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+    ],
+)
+def test_a_model_that_no_worker_could_load_or_serve_rightly_is_refused(tmp_path, config, words):
+    write(tmp_path / "m", config=CONFIG | config)
+    line = refusal("m")
+    assert line.startswith("--model m: ")
+    for word in words:
+        assert word in line
+
+
+def test_a_sliding_window_bounds_the_context(tmp_path):
+    long = {**CONFIG, "max_position_embeddings": 32768}
+    for name, config, context in (
+        ("said", {"model_type": "mistral", "sliding_window": 1024}, 1024),
+        ("unsaid", {"model_type": "mistral"}, 4096),
+        ("none", {"model_type": "mistral", "sliding_window": None}, 32768),
+        ("off", {"model_type": "qwen2", "sliding_window": 1024, "use_sliding_window": False}, 32768),
+        ("on", {"model_type": "qwen2", "sliding_window": 1024, "use_sliding_window": True}, 1024),
+        ("scaled", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 32768),
+    ):
+        write(tmp_path / name, config=long | config)
+        assert resolve([name])[0].max_context == context, name
 
 
 def test_an_index_names_the_shards_and_all_must_be_there(tmp_path):
@@ -83,7 +112,7 @@ def test_an_index_names_the_shards_and_all_must_be_there(tmp_path):
     weights = {"a": "model-00001-of-00002.safetensors", "lm_head.weight": "model-00002-of-00002.safetensors"}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
     assert "lacks model-00002-of-00002.safetensors" in refusal("sharded")
-    (directory / "model-00002-of-00002.safetensors").touch()
+    (directory / "model-00002-of-00002.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     assert resolve(["sharded"])[0].tied_embeddings is False
 
 
@@ -107,7 +136,9 @@ def test_a_name_that_no_hub_could_know_is_refused():
         ("config.json", None, "has no config.json"),
         ("config.json", "{", "is not JSON"),
         ("config.json", "[]", "is not a JSON object"),
-        ("config.json", "{}", "has no vocab_size"),
+        ("config.json", "{}", "is not supported"),
+        ("config.json", '{"model_type": "llama"}', "has no max_position_embeddings"),
+        ("config.json", '{"model_type": "llama", "max_position_embeddings": 8}', "has no vocab_size"),
         ("model.safetensors", None, "has no model.safetensors"),
         ("model.safetensors", "xx", "are damaged"),
         ("model.safetensors", "\xff" * 64, "are damaged"),
@@ -126,3 +157,18 @@ def test_two_models_with_one_short_name_are_refused(tmp_path):
     directory = write(tmp_path / "m")
     line = refusal(f"Org/Tiny={directory}", f"org/tiny={directory}")
     assert line == "--model Org/Tiny and --model org/tiny have the same short name 'org-tiny'"
+
+
+def test_a_model_that_is_given_twice_is_said_to_be(tmp_path):
+    write(tmp_path / "m")
+    assert refusal("m", "m") == "--model m is given twice; give each base model once"
+    assert "have the same short name 'a-b'" in refusal(f"a/b={tmp_path}/m", f"a-b={tmp_path}/m")
+
+
+def test_other_weights_have_another_digest_and_a_copy_has_the_same(tmp_path):
+    write(tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "copy")
+    write(tmp_path / "other", tensors=("model.norm.weight",))
+    one, copy, other = resolve(["one", "copy", "other"])
+    assert len(one.digest) == 64
+    assert one.digest == copy.digest != other.digest

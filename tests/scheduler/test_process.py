@@ -14,7 +14,7 @@ import pytest
 from openrl.scheduler import demand
 from openrl.scheduler.clusters.local import LocalCluster
 from openrl.scheduler.reconcile import Reconciler
-from openrl.scheduler.resources import Demand, Pool
+from openrl.scheduler.resources import Demand, Pool, Process
 from openrl.scheduler.settings import SchedulerSettings
 from openrl.tasks import keys
 from openrl.tasks.journal import Journal
@@ -88,6 +88,36 @@ def test_reconciling_starts_keeps_and_lets_go(served):
     now[0] += 61
     reconciler.reconcile()
     assert cluster.workloads() == ()
+
+
+def test_a_worker_that_has_fallen_silent_is_replaced_and_one_that_left_or_came_back_is_not(served):
+    now = [time.time()]
+    reconciler = Reconciler(served, SchedulerSettings(), clock=lambda: now[0])
+    cluster = LocalCluster(served)
+    name = "trainer-org-tiny"
+
+    def generation_after(seconds: float) -> int:
+        for _ in range(int(seconds / 10)):
+            now[0] += 10
+            reconciler.reconcile()
+        return cluster.workloads()[0].generation
+
+    ask_for_training(served, 1)
+    reconciler.reconcile()
+    cluster.report({name: Process(pid=os.getpid(), generation=0)})
+    with Lease(served, name, "trainer", TINY.slug):
+        assert generation_after(100) == 0
+    assert demand.signs(served) == {}
+    assert generation_after(1000) == 0  # it left by itself: its end is the supervisor's matter
+    killed = Lease(served, name, "trainer", TINY.slug)
+    assert demand.signs(served)[name].pid == os.getpid()
+    now[0] = demand.signs(served)[name].at
+    assert generation_after(110) == 0
+    now[0] += 600
+    assert generation_after(110) == 0  # the scheduler itself saw nothing for ten minutes
+    assert generation_after(30) == 1
+    assert generation_after(300) == 1
+    killed.close()
 
 
 def test_the_process_turns_demand_into_a_wanted_worker_and_leaves_when_asked(served, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from openrl.scheduler.supervisor import BACKOFF_S, PROCESSES, ROTATE_BYTES, Program, Supervisor
+from openrl.tasks import datadir
 
 SLEEPER = "import time; time.sleep(600)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up'); time.sleep(600)"
@@ -203,6 +205,57 @@ def test_the_ledger_names_what_runs_and_is_private(supervisor, tmp_path):
     assert (tmp_path / PROCESSES).stat().st_mode & 0o777 == 0o600
 
 
+def test_a_log_that_grew_while_its_process_runs_is_put_aside_whole_and_goes_on(tmp_path, said):
+    clock = Clock()
+    supervisor = Supervisor(tmp_path, say=said.append, clock=clock)
+    writer = "import time\nfor n in range(10**9): print(n, flush=True); time.sleep(0.05)"
+    supervisor.start(program("a", writer))
+    path = supervisor.log_path("a")
+    until(supervisor, lambda: says(supervisor, "a", "0\n"))
+    os.truncate(path, ROTATE_BYTES)
+    clock.now += 6
+    supervisor.poll()
+    aside = path.with_name("a.log.1")
+    assert aside.stat().st_size >= ROTATE_BYTES and aside.read_bytes().startswith(b"0\n")
+    until(supervisor, lambda: 0 < path.stat().st_size < 10_000)
+    assert b"\0" not in path.read_bytes()
+    assert said == []
+    supervisor.shutdown([(set(), 0.0)])
+
+
+def test_a_full_disk_is_said_once_and_the_processes_live_on(tmp_path, said, monkeypatch):
+    supervisor = Supervisor(tmp_path, say=said.append)
+    write = datadir.write_private
+
+    def no_space(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(datadir, "write_private", no_space)
+    supervisor.start(program("a", SLEEPER))
+    for _ in range(5):
+        supervisor.poll()
+    assert said == [f"cannot write {tmp_path / PROCESSES} (No space left on device); trying again"]
+    monkeypatch.setattr(datadir, "write_private", write)
+    supervisor.poll()
+    [row] = json.loads((tmp_path / PROCESSES).read_text())
+    assert row["pid"] == supervisor.pid("a")
+    supervisor.shutdown([(set(), 0.0)])
+
+
+def test_a_program_that_cannot_be_started_is_said_and_tried_again(tmp_path, said):
+    clock = Clock()
+    supervisor = Supervisor(tmp_path, say=said.append, clock=clock)
+    supervisor.log_path("a").mkdir()
+    supervisor.start(program("a", SLEEPER))
+    assert said == ["a can't be started (Is a directory); trying again in 1 s"]
+    assert supervisor.crashes("a") == 1
+    supervisor.log_path("a").rmdir()
+    clock.now += 1.01
+    supervisor.poll()
+    assert supervisor.pid("a") is not None
+    supervisor.shutdown([(set(), 0.0)])
+
+
 def test_a_large_log_is_put_aside_at_the_start(supervisor):
     path: Path = supervisor.log_path("a")
     with path.open("wb") as file:
@@ -210,3 +263,14 @@ def test_a_large_log_is_put_aside_at_the_start(supervisor):
     supervisor.start(program("a", SLEEPER))
     assert path.stat().st_size < ROTATE_BYTES
     assert path.with_name("a.log.1").stat().st_size == ROTATE_BYTES
+
+
+def test_a_program_that_refuses_its_settings_is_not_started_again(tmp_path, said):
+    clock = Clock()
+    supervisor = Supervisor(tmp_path, say=said.append, clock=clock)
+    supervisor.start(program("a", "import sys; print('it makes no sense'); sys.exit(2)"))
+    until(supervisor, supervisor.refused)
+    clock.now += 10_000
+    supervisor.poll()
+    assert supervisor.pid("a") is None and supervisor.refused() == ["a"] and said == []
+    supervisor.shutdown([(set(), 0.0)])

@@ -13,10 +13,11 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from openrl.scheduler import cli, report
+from openrl.scheduler import cli, report, up
 from openrl.scheduler.supervisor import PROCESSES
-from openrl.scheduler.up import is_loopback
 from openrl.tasks import datadir, embedded
+from openrl.workers.sampler.settings import SamplerSettings
+from openrl.workers.trainer.settings import TrainerSettings
 
 CONFIG = {
     "model_type": "llama",
@@ -77,6 +78,124 @@ def test_a_port_in_use_is_named(tmp_path, model):
     assert not (tmp_path / "data").exists()
 
 
+def test_what_is_cheap_is_checked_before_a_model_is_looked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    unknown = ["--model", "nobody/knows"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"port {port}" in refused("--data-dir", tmp_path / "data", *unknown, "--port", port)
+    (tmp_path / "file").touch()
+    assert "cannot use --data-dir" in refused("--data-dir", tmp_path / "file" / "data", *unknown, "--port", 0)
+    assert "no API key" in refused("--data-dir", tmp_path / "data", *unknown, "--port", 0, "--host", "0.0.0.0")
+
+
+def test_a_directory_that_others_can_enter_is_refused(tmp_path, model):
+    (tmp_path / "data").mkdir(mode=0o755)
+    line = refused("--data-dir", tmp_path / "data", "--model", f"m={model}", "--port", 0)
+    assert f"chmod 700 {tmp_path}/data" in line
+    assert not list((tmp_path / "data").iterdir())
+
+
+@pytest.mark.parametrize("text", ["", "\0\0\0", "seven"])
+def test_an_epoch_that_a_power_cut_damaged_is_refused_with_what_to_do(tmp_path, model, text):
+    (tmp_path / "data").mkdir(mode=0o700)
+    (tmp_path / "data" / "epoch").write_text(text)
+    line = refused("--data-dir", tmp_path / "data", "--model", f"m={model}", "--port", 0)
+    assert f"{tmp_path}/data/epoch is damaged" in line and "remove that file" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OPENRL_LEASE_S", "abc"),
+        ("OPENRL_LEASE_S", "-1"),
+        ("OPENRL_LEASE_S", "nan"),
+        ("OPENRL_INLINE_BYTES", "inf"),
+        ("OPENRL_LOG_LEVEL", "LOUD"),
+        ("OPENRL_DOORBELL_THREADS", "0"),
+        ("OPENRL_ORPHAN_AGE_S", "1"),
+        ("OPENRL_POLL_MIN_S", "x"),
+        ("OPENRL_MAX_BODY_BYTES", "0"),
+        ("OPENRL_TRAINER_POLL_S", "0"),
+        ("OPENRL_TORCH_THREADS", "many"),
+        ("OPENRL_SAMPLER_KV_TOKENS", "3"),
+    ],
+)
+def test_a_setting_of_any_part_that_makes_no_sense_is_refused_before_anything_exists(
+    tmp_path, model, monkeypatch, name, value
+):
+    monkeypatch.setenv(name, value)
+    assert name in refused("--data-dir", tmp_path / "data", "--model", f"m={model}", "--port", 0)
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("obstacle", ["openrl.lock", "processes.json", "epoch"])
+def test_a_directory_in_which_something_is_in_the_way_is_named(tmp_path, model, obstacle):
+    (tmp_path / "data").mkdir(mode=0o700)
+    (tmp_path / "data" / obstacle).mkdir()
+    line = refused("--data-dir", tmp_path / "data", "--model", f"m={model}", "--port", 0)
+    assert f"cannot use --data-dir {tmp_path}/data: " in line
+
+
+def test_a_directory_in_which_nothing_can_be_made_is_named_even_to_root(model):
+    line = refused("--data-dir", "/proc/self/task", "--model", f"m={model}", "--port", 0)
+    assert "/proc/self/task" in line or "/proc" in line
+
+
+def test_the_port_is_held_from_the_check_on_and_handed_to_the_api(tmp_path):
+    with up._listen("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(up.Refused, match=str(port)):
+            up._listen("127.0.0.1", port)
+
+
+def test_a_part_that_refuses_its_settings_ends_the_service_in_one_line(tmp_path, model):
+    """Seen when settings are bad that only the part itself can tell to be so: too few open files, for the API."""
+    code = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (200, 200))\nfrom openrl.scheduler.cli import up; up()"
+    command = [sys.executable, "-c", code, "--data-dir", tmp_path / "data", "--model", f"m={model}", "--port", "0"]
+    result = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (2, "")
+    [line] = result.stderr.splitlines()
+    assert "the api refuses its settings" in line and "ulimit -Hn" in line
+    assert not datadir.held(tmp_path / "data")
+
+
+def failed(*arguments: object) -> str:
+    """Run `openrl up` as a process of its own and return what it said when it failed."""
+    code = "from openrl.scheduler.cli import up; up()"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1, result.stderr
+    assert result.stdout == "" and "Traceback" not in result.stderr.partition("did not come up")[0]
+    return result.stderr
+
+
+def test_a_scheduler_that_does_not_come_up_is_noticed(tmp_path, model):
+    data_dir = tmp_path / "data"
+    data_dir.mkdir(mode=0o700)
+    (data_dir / "scheduler").touch()
+    said = failed("--data-dir", data_dir, "--model", f"m={model}", "--port", 0, "--api-workers", 1)
+    assert "the scheduler did not come up" in said
+    assert not datadir.held(data_dir)
+
+
+def test_a_store_that_takes_nothing_once_it_is_in_use_is_a_failure_and_no_refusal(tmp_path, model, store):
+    store.redis.config_set("min-replicas-to-write", 1)
+    try:
+        url = store.settings.redis_url
+        said = failed("--data-dir", tmp_path / "other", "--model", f"m={model}", "--port", 0, "--redis-url", url)
+    finally:
+        store.redis.config_set("min-replicas-to-write", 0)
+    assert "the store does not do its part" in said
+
+
+def test_workers_have_their_own_stop_time_within_the_bound_whatever_the_api_takes():
+    together, store = up.stop_stages({"api", "scheduler", "trainer-m", "sampler-m", "store"})
+    assert together[0] == {"api", "scheduler", "trainer-m", "sampler-m"} and store[0] == {"store"}
+    own_s = max(TrainerSettings().stop_s, SamplerSettings().stop_s)
+    assert own_s < together[1] < store[1] < 15
+
+
 def test_a_second_service_on_the_same_directory_is_refused(tmp_path, model):
     with datadir.hold(tmp_path / "data"):
         line = refused("--data-dir", tmp_path / "data", "--model", f"m={model}", "--port", 0)
@@ -123,7 +242,7 @@ def test_a_store_that_does_not_answer_is_refused_without_its_address(tmp_path, m
 
 def test_a_leftover_that_still_holds_the_port_is_ended_first(tmp_path, model):
     data_dir = tmp_path / "data"
-    data_dir.mkdir()
+    data_dir.mkdir(mode=0o700)
     code = (
         "import socket, time; s = socket.create_server(('127.0.0.1', 0)); "
         "print(s.getsockname()[1], flush=True); time.sleep(600)"
@@ -190,11 +309,6 @@ def test_env_prints_what_another_shell_needs(tmp_path):
         "export OPENRL_REDIS_URL='unix:///a b'",
         "export OPENRL_BROKER_URL='redis+socket:///a b'",
     ]
-
-
-def test_loopback_is_told_from_the_rest():
-    assert all(map(is_loopback, ("127.0.0.1", "127.8.8.8", "localhost", "::1", "[::1]")))
-    assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "gpu-box")))
 
 
 def test_the_report_holds_the_lines_to_copy():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +69,42 @@ def test_a_service_is_found_only_while_its_directory_is_held(tmp_path):
 def test_the_service_file_is_private(tmp_path):
     datadir.publish(tmp_path, SERVICE)
     assert (tmp_path / datadir.SERVICE).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_is_on_the_disk_before_its_rename_and_the_rename_before_the_return(tmp_path, monkeypatch):
+    steps = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (steps.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(Path, "replace", lambda path, to: (steps.append("rename"), replace(path, to)))
+    datadir.write_private(tmp_path / "epoch", "7")
+    assert steps == [str(tmp_path / f".epoch.{os.getpid()}"), "rename", str(tmp_path)]
+    assert (tmp_path / "epoch").read_text() == "7"
+
+
+def test_a_directory_that_others_can_enter_is_refused_with_the_command_that_closes_it(tmp_path):
+    directory = tmp_path / "a b"
+    for mode in (0o755, 0o750, 0o701):
+        directory.mkdir(exist_ok=True)
+        directory.chmod(mode)
+        with pytest.raises(datadir.DirectoryOpen, match=f"chmod 700 '{directory}'"), datadir.hold(directory):
+            pass
+        assert list(directory.iterdir()) == []
+    directory.chmod(0o700)
+    with datadir.hold(directory):
+        pass
+
+
+def test_what_is_made_while_it_is_held_is_this_users_alone(tmp_path):
+    before = os.umask(0o022)
+    try:
+        with datadir.hold(tmp_path):
+            (tmp_path / "x").mkdir()
+            subprocess.run([sys.executable, "-c", "open('y', 'w')"], cwd=tmp_path, check=True)
+        assert (tmp_path / "x").stat().st_mode & 0o777 == 0o700
+        assert (tmp_path / "y").stat().st_mode & 0o777 == 0o600
+        assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(before)
 
 
 def test_an_argument_wins_over_the_environment_over_the_default(tmp_path, monkeypatch):

@@ -76,8 +76,16 @@ def test_every_write_is_on_disk_and_nothing_is_evicted_or_open_to_the_network(da
             "save": "",
         }
         assert {name: store.config_get(name)[name] for name in wanted} == wanted
+        assert int(store.config_get("maxmemory")["maxmemory"]) == embedded.max_memory() > 0
     server.terminate()
     server.wait(timeout=10)
+
+
+def test_the_store_fills_half_of_the_memory_that_there_is_for_it(tmp_path):
+    (tmp_path / "small").write_text("1000000\n")
+    (tmp_path / "none").write_text("max\n")
+    assert embedded.max_memory(tmp_path / "small") == 500_000
+    assert embedded.max_memory(tmp_path / "none") == embedded.max_memory(tmp_path / "missing") > 500_000
 
 
 def test_the_socket_is_short_and_private_however_long_the_directory(tmp_path):

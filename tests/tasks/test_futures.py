@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -155,8 +156,39 @@ def test_a_broken_subscription_is_renewed_and_its_watchers_look_again(completion
         assert event.wait(5.0)
 
 
+def test_a_wake_up_that_breaks_keeps_nobody_from_being_woken(completions, pending, finish):
+    broken = threading.Event()
+
+    def wake() -> None:
+        if not broken.is_set():
+            broken.set()
+            raise RuntimeError("not a fault of the store")
+
+    with completions.watch(TENANT, pending) as event:
+        event.wait(2.0)
+        completions.call_on_wake("w1", wake)
+        completions._redis.publish(keys.WAKE, b"w1")
+        assert broken.wait(5.0)
+        event.wait(5.0)  # the renewed subscription
+        finish()
+        assert event.wait(5.0)
+        assert completions._thread.is_alive()
+
+
+def test_a_subscription_whose_thread_has_died_is_started_anew(completions, pending, finish):
+    dead = threading.Thread(target=lambda: None)
+    dead.start()
+    dead.join()
+    completions._thread, completions._pid = dead, os.getpid()
+    with completions.watch(TENANT, pending) as event:
+        event.wait(2.0)
+        finish()
+        assert event.wait(5.0)
+
+
 def test_hundreds_of_watchers_share_one_subscription(completions, store, pending, finish):
     woken = threading.Barrier(201, timeout=20)
+    before = store.redis.pubsub_numsub(keys.DONE)[0][1]  # one of an earlier test may be about to end
 
     def watch() -> None:
         with completions.watch(TENANT, pending) as event:
@@ -168,7 +200,7 @@ def test_hundreds_of_watchers_share_one_subscription(completions, store, pending
     for thread in threads:
         thread.start()
     woken.wait()
-    assert store.redis.pubsub_numsub(keys.DONE)[0][1] <= 1
+    assert store.redis.pubsub_numsub(keys.DONE)[0][1] <= before + 1
     finish()
     woken.wait()
     for thread in threads:

@@ -20,9 +20,20 @@ EXAMPLES = [
     messages.OptimStep(learning_rate=1e-3),
     messages.SaveWeights(name="one", ttl_seconds=3600, user_metadata={"k": "v"}),
     messages.SaveWeightsForSampler(sampler_id="s:sample:0"),
+    messages.SaveWeightsExternal(name="peft", ttl_seconds=3600),
     messages.LoadWeights(checkpoint_path="tinker://r/weights/one", checkpoint_dir="d", with_optimizer=True),
     messages.Sample(
-        adapter_dir="", prompt=(1, 2, 3), num_samples=2, seed=(1 << 63) - 1, stop_tokens=(0,), stop_strings=("\n",)
+        adapter_dir="",
+        prompt=(1, 2, 3),
+        num_samples=2,
+        seed=(1 << 63) - 1,
+        stop_tokens=(0,),
+        stop_strings=("\n",),
+        target_ids=(5,),
+        target_shape=(2, 9),
+        target_crow=(0, 0, 1),
+        target_columns=(8,),
+        prompt_logprobs_last_n=1,
     ),
 ]
 

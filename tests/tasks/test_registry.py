@@ -164,6 +164,23 @@ def test_checkpoints_are_listed_newest_first_without_expired_ones(registry, stor
         registry.checkpoint(TENANT, first, "weights/old")
 
 
+def test_a_checkpoint_changed_meanwhile_is_read_again_and_one_deleted_is_gone(registry, store):
+    where = keys.checkpoints(TENANT, "s-1:train:0")
+    # As a later version wrote it: what it holds beyond our fields doesn't keep it from being changed.
+    store.redis.hset(where, "weights/a", CHECKPOINT.to_json()[:-1] + ', "later": 1}')
+    stale = replace(CHECKPOINT, step=7).to_json()
+    assert store.script("checkpoint_swap")(TENANT, "s-1:train:0", "weights/a", stale, "") == b"CHANGED"
+    registry.set_expiry(TENANT, "s-1:train:0", "weights/a", 4e9)
+    assert registry.checkpoint(TENANT, "s-1:train:0", "weights/a").expires_at == 4e9
+    registry.set_expiry(TENANT, "s-1:train:0", "weights/a", None)
+    kept = store.redis.hget(where, "weights/a")
+    assert registry.delete_checkpoint(TENANT, "s-1:train:0", "weights/a").directory == "d"
+    assert store.script("checkpoint_swap")(TENANT, "s-1:train:0", "weights/a", kept, "") == b"OK"
+    for gone in (registry.checkpoint, registry.delete_checkpoint):
+        with pytest.raises(NotFound):
+            gone(TENANT, "s-1:train:0", "weights/a")
+
+
 def test_a_row_with_fields_of_a_later_version_is_read(registry, store):
     store.redis.hset(keys.MODELS, "org/Tiny-1.0", MODEL.to_json().replace('"name"', '"new": 1, "name"'))
     assert registry.model("org/Tiny-1.0") == MODEL
@@ -173,8 +190,9 @@ def test_the_names_are_the_same_in_python_and_in_lua(store):
     source = (Path(keys.__file__).parent / "keys.lua").read_text()
     cases = {
         "sessions": ("t",), "session": ("t", "s"), "session_runs": ("t", "s"), "session_samplers": ("t", "s"),
-        "idempotency": ("t", "k"), "runs": ("t",), "run": ("t", "s:train:0"), "journal": ("t", "s:train:0"),
-        "bodies": ("t", "s:train:0"), "sampler": ("t", "s:sample:0"), "sampler_ops": ("t", "s:sample:0"),
+        "idempotency": ("t", "k"), "queued": ("t",), "runs": ("t",), "run": ("t", "s:train:0"),
+        "journal": ("t", "s:train:0"), "bodies": ("t", "s:train:0"), "checkpoints": ("t", "s:train:0"),
+        "sampler": ("t", "s:sample:0"), "sampler_ops": ("t", "s:sample:0"),
         "future": ("t", "r"), "job": ("t", "r"), "waiting": ("t", "x"), "ready": ("x",), "turns": ("x",),
         "served": ("x",), "unfinished": ("x",), "claimants": ("x",), "inflight": ("w/g",), "depth": ("train", "x"),
         "worker": ("w",),
@@ -182,7 +200,7 @@ def test_the_names_are_the_same_in_python_and_in_lua(store):
     for name, args in cases.items():
         spoken = store.redis.eval(source + f"return K.{name}(unpack(ARGV))", 0, *args)
         assert spoken.decode() == getattr(keys, name)(*args), name
-    for name in ("GAPS", "WORKERS", "FILES", "EPOCH", "TENANTS", "DONE"):
+    for name in ("GAPS", "WORKERS", "FILES", "EPOCH", "TENANTS", "DONE", "WAKE"):
         assert store.redis.eval(source + f"return K.{name}", 0).decode() == getattr(keys, name)
 
 

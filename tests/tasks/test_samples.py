@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from openrl.tasks import keys
-from openrl.tasks.errors import InvalidRequest, KeyReused, NotFound, StaleOwner
-from openrl.tasks.journal import Outcome
+from openrl.tasks.errors import InvalidRequest, KeyReused, NotFound, Overloaded, StaleOwner, StoreUnavailable
+from openrl.tasks.journal import Journal, Outcome
 from openrl.tasks.messages import Sample
+from openrl.tasks.store import Store
 
 TENANT, BASE = "local", "tiny/base"
 SLUG = keys.slug(BASE)
@@ -112,6 +115,24 @@ def test_a_tenant_that_comes_and_goes_gets_no_more_than_its_turn(journal, new_sa
     assert order.count("a") == order.count("b") == 6
 
 
+def test_of_a_tenant_so_many_are_taken_at_a_time_and_the_others_have_their_turns(journal, new_sampler, lease):
+    samplers = {tenant: new_sampler(tenant) for tenant in ("a", "b", "c")}
+    for seq in range(5):
+        journal.submit_sample("a", samplers["a"], seq, message())
+    first = journal.take_samples(SLUG, lease, limit=9, of_tenant=2)
+    assert ids(first) == ["0", "1"]
+    for tenant in ("b", "c"):
+        for seq in range(3):
+            journal.submit_sample(tenant, samplers[tenant], seq, message())
+    second = journal.take_samples(SLUG, lease, limit=9, of_tenant=2)
+    assert sorted(job.tenant for job in second) == ["b", "b", "c", "c"]
+    assert journal.take_samples(SLUG, lease, limit=9, of_tenant=2) == []
+    journal.commit_sample(lease, first[0], Outcome())
+    assert [(job.tenant, *ids([job])) for job in journal.take_samples(SLUG, lease, limit=9, of_tenant=2)] == [
+        ("a", "2")
+    ]
+
+
 def test_requests_of_a_dead_sampler_are_taken_by_another_in_their_old_order(journal, sampler, lease, new_lease, kill):
     for seq in range(3):
         journal.submit_sample(TENANT, sampler, seq, message())
@@ -150,6 +171,110 @@ def test_a_request_whose_file_is_lost_fails_alone(journal, sampler, lease, store
     journal.submit_sample(TENANT, sampler, 1, message())
     assert ids(journal.take_samples(SLUG, lease, limit=9)) == ["1"]
     assert futures.get(TENANT, f"{sampler.sampler_id}:0").category == "server"
+
+
+def test_a_request_that_can_not_be_read_fails_alone(journal, sampler, lease, store, futures):
+    for seq in range(3):
+        journal.submit_sample(TENANT, sampler, seq, message())
+    for seq, body in ((0, b"=\xff"), (1, b'={"adapter_dir": "", "no_such_field": 1}')):
+        store.redis.hset(keys.job(TENANT, f"{sampler.sampler_id}:{seq}"), "body", body)
+    assert ids(journal.take_samples(SLUG, lease, limit=9)) == ["2"]
+    for seq in (0, 1):
+        future = futures.get(TENANT, f"{sampler.sampler_id}:{seq}")
+        assert (future.state, future.category) == ("failed", "server") and "error id" in future.error
+    assert journal.depth(SLUG)["sample"] == {TENANT: 1}
+
+
+def test_a_store_that_goes_away_while_requests_are_read_loses_none(journal, sampler, lease, store, monkeypatch):
+    for seq in range(2):
+        journal.submit_sample(TENANT, sampler, seq, message())
+    store.redis.hset(keys.job(TENANT, f"{sampler.sampler_id}:0"), "body", b"=\xff")
+
+    def away(*_args):
+        raise StoreUnavailable("the store does not answer")
+
+    with monkeypatch.context() as patched:
+        patched.setitem(store._scripts, "sample_commit", away)
+        with pytest.raises(StoreUnavailable):
+            journal.take_samples(SLUG, lease, limit=9)
+    assert ids(journal.take_samples(SLUG, lease, limit=9)) == ["1"]
+
+
+def serve_until_it_kills(journal, new_lease, kill, guilty: str, limit: int) -> list[str]:
+    """Samplers, one after the other, that die with everything in their hands once `guilty` is among it."""
+    done: list[str] = []
+    for number in range(20):
+        lease = new_lease(f"killed-{number}", "sampler")
+        while True:
+            jobs = journal.take_samples(SLUG, lease, limit=limit)
+            if guilty in ids(jobs):
+                kill(lease)
+                break
+            if not jobs:
+                return done
+            for job in jobs:
+                journal.commit_sample(lease, job, Outcome())
+            done += ids(jobs)
+    raise AssertionError("it killed them all")
+
+
+def test_a_request_that_kills_three_samplers_fails_and_those_beside_it_are_drawn(
+    journal, sampler, new_lease, kill, futures, store
+):
+    for seq in range(5):
+        journal.submit_sample(TENANT, sampler, seq, message(*range(2000)))
+    done = serve_until_it_kills(journal, new_lease, kill, guilty="2", limit=5)
+    assert sorted(done) == ["0", "1", "3", "4"]
+    future = futures.get(TENANT, f"{sampler.sampler_id}:2")
+    assert (future.state, future.category) == ("failed", "server") and "died 3 times" in future.error
+    assert journal.depth(SLUG)["sample"] == {}
+    assert not store.redis.exists(keys.queued(TENANT))
+    assert store.redis.zcard(keys.unfinished(SLUG)) == 0
+    for member in store.redis.zrange(keys.FILES, 0, -1):
+        store.redis.zadd(keys.FILES, {member: store.now() - 120})
+    futures.sweep()
+    assert [path for path in store.settings.data_dir.rglob("*") if path.is_file()] == []
+
+
+def test_a_request_that_two_dead_samplers_held_is_in_nobodys_hands_beside_others(
+    journal, sampler, new_lease, kill, lease
+):
+    for seq in range(2):
+        journal.submit_sample(TENANT, sampler, seq, message())
+    for name in ("a", "b"):
+        dying = new_lease(name, "sampler")
+        assert ids(journal.take_samples(SLUG, dying, limit=2)) == ["0", "1"]
+        kill(dying)
+    journal.submit_sample(TENANT, sampler, 2, message())
+    (first,) = journal.take_samples(SLUG, lease, limit=9)
+    assert journal.take_samples(SLUG, lease, limit=9) == []
+    journal.commit_sample(lease, first, Outcome())
+    (second,) = journal.take_samples(SLUG, lease, limit=9)
+    journal.commit_sample(lease, second, Outcome())
+    assert ids([first, second]) == ["0", "1"]
+    assert ids(journal.take_samples(SLUG, lease, limit=9)) == ["2"]
+
+
+def test_giving_back_in_order_is_no_death(journal, sampler, new_lease):
+    journal.submit_sample(TENANT, sampler, 0, message())
+    for number in range(5):
+        leaving = new_lease(f"s{number}", "sampler")
+        assert ids(journal.take_samples(SLUG, leaving, limit=1)) == ["0"]
+        journal.requeue_samples(leaving)
+        leaving.close()
+
+
+def test_over_its_bytes_a_tenants_sample_is_refused_and_consumes_nothing(journal, sampler, lease, store, futures):
+    small = Journal(Store(store.redis, dataclasses.replace(store.settings, tenant_bytes=1)))
+    small.submit_sample(TENANT, sampler, 0, message())
+    with pytest.raises(Overloaded):
+        small.submit_sample(TENANT, sampler, 1, message(*range(2000)))
+    assert [path for path in store.settings.data_dir.rglob("*") if path.is_file()] == []
+    with pytest.raises(NotFound):
+        futures.get(TENANT, f"{sampler.sampler_id}:1")
+    (job,) = small.take_samples(SLUG, lease, limit=9)
+    small.commit_sample(lease, job, Outcome())
+    small.submit_sample(TENANT, sampler, 1, message(*range(2000)))
 
 
 def test_depth_and_age_hold_until_a_request_is_finished(journal, sampler, lease):

@@ -3,7 +3,7 @@
 import base64
 import json
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -172,20 +172,66 @@ def test_the_sdk_reads_our_output_with_1d_and_ragged_2d_logprobs():
         assert np.array_equal(got["logprobs"].to_numpy(), sent)
 
 
+def candidates(*rows) -> codec.Candidates:
+    return codec.Candidates(*np.moveaxis(np.array(rows, np.float64), -1, 0))
+
+
 def test_the_sdk_reads_our_samples_with_prompt_and_topk_logprobs():
-    topk = [[(3, -0.5), (0, -1.5)], [(4, -0.25)]]
-    sequence = codec.SampledSequence(tokens=[3, 4], logprobs=[-0.5, -0.25], stop_reason="stop", topk=topk)
+    topk = [[(3, -0.5), (0, -1.5)], [(4, -0.25), (3, -2.5)]]
+    sequence = codec.SampledSequence(tokens=[3, 4], logprobs=[-0.5, -0.25], stop_reason="stop", topk=candidates(*topk))
     prompt_topk = [None, [(9, -2.0), (8, -3.0), (7, -4.0)]]
-    body = codec.encode_sample_response([sequence], [None, -2.0], prompt_topk)
+    parts = [codec.Candidates.none(1, 3), candidates(prompt_topk[1])]
+    body = codec.encode_sample_response([sequence], [None, -2.0], codec.Candidates.joined(parts))
     response = response_conv.deserialize_sample_response(body)
     (got,) = response.sequences
     assert (got.tokens, got.logprobs, got.stop_reason, got.topk_logprobs) == ([3, 4], [-0.5, -0.25], "stop", topk)
     assert response.prompt_logprobs == [None, -2.0] and response.topk_prompt_logprobs == prompt_topk
 
 
+def test_the_sdk_reads_named_ids_in_the_layout_it_asked_in():
+    import torch
+
+    sequence = codec.SampledSequence(tokens=[1], logprobs=[-1.0], stop_reason="stop")
+    asked = torch.full((4, 5), -1)
+    asked[1, 3], asked[3, 0] = 7, 9
+    for tensor in (types.TensorData.from_torch(asked), types.TensorData.from_torch_sparse(asked, pad_value=-1)):
+        sent = {
+            "data": tensor.data, "dtype": tensor.dtype, "shape": tensor.shape,
+            "sparse_crow_indices": tensor.sparse_crow_indices, "sparse_col_indices": tensor.sparse_col_indices,
+        }  # fmt: skip
+        cells = codec.decode_cells_json(json.loads(json.dumps(sent)), "target_prompt_logprobs")
+        values = np.where(cells.values == -1, 0, cells.rows + cells.values / 16)
+        body = codec.encode_sample_response([sequence], target_logprobs=replace(cells, values=values))
+        got = response_conv.deserialize_sample_response(body).target_prompt_logprobs
+        assert (got.dtype, got.shape) == ("float32", [4, 5])
+        assert (got.sparse_crow_indices, got.sparse_col_indices) == (
+            tensor.sparse_crow_indices,
+            tensor.sparse_col_indices,
+        )
+        wanted = torch.zeros(4, 5)
+        wanted[1, 3], wanted[3, 0] = 1 + 7 / 16, 3 + 9 / 16
+        assert torch.equal(got.to_torch(), wanted)
+        old = codec.sample_response_to_json(body)["target_prompt_logprobs"]
+        assert old.get("sparse_crow_indices") == tensor.sparse_crow_indices and old["shape"] == [4, 5]
+    assert tensor.sparse_crow_indices is not None
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3)])
+def test_the_sdk_reads_draws_in_place_of_the_prompts_tokens(shape):
+    sequence = codec.SampledSequence(tokens=[1], logprobs=[-1.0], stop_reason="stop")
+    drawn = codec.Alternatives(np.arange(np.prod(shape)).reshape(shape), np.full(shape, -0.5, np.float32))
+    body = codec.encode_sample_response([sequence], alternatives=drawn)
+    got = response_conv.deserialize_sample_response(body).prompt_alt_tokens
+    assert np.array_equal(got.tokens.to_numpy(), drawn.tokens) and got.tokens.dtype == "int64"
+    assert np.array_equal(got.logprobs.to_numpy(), drawn.logprobs) and got.logprobs.dtype == "float32"
+    assert codec.sample_response_to_json(body)["prompt_alt_tokens"]["tokens"]["shape"] == list(shape)
+
+
 def test_a_prompt_of_one_token_has_no_topk_to_report():
     sequence = codec.SampledSequence(tokens=[1], logprobs=[-1.0], stop_reason="stop")
-    response = response_conv.deserialize_sample_response(codec.encode_sample_response([sequence], [None], [None]))
+    response = response_conv.deserialize_sample_response(
+        codec.encode_sample_response([sequence], [None], codec.Candidates.none(1, 0))
+    )
     assert response.prompt_logprobs == [None] and response.topk_prompt_logprobs is None
 
 
@@ -511,8 +557,11 @@ def test_results_turn_into_json_without_nan_or_infinity():
 
 
 def test_samples_turn_into_the_older_json():
-    sequence = codec.SampledSequence(tokens=[3], logprobs=[-0.5], stop_reason="stop", topk=[[(3, -0.5), (0, -1.5)]])
-    body = codec.encode_sample_response([sequence], [None, -2.0], [None, [(9, -2.0)]])
+    sequence = codec.SampledSequence(
+        tokens=[3], logprobs=[-0.5], stop_reason="stop", topk=candidates([(3, -0.5), (0, -1.5)])
+    )
+    prompt_topk = codec.Candidates.joined([codec.Candidates.none(1, 1), candidates([(9, -2.0)])])
+    body = codec.encode_sample_response([sequence], [None, -2.0], prompt_topk)
     assert json.loads(json.dumps(codec.sample_response_to_json(body), allow_nan=False)) == {
         "type": "sample",
         "sequences": [

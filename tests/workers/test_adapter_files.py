@@ -208,6 +208,17 @@ def test_a_path_out_of_the_data_directory_is_refused_links_too(tmp_path):
         layout.existing(data, "tenants/local")
 
 
+def test_a_version_that_is_gone_is_called_as_its_client_calls_it(tmp_path):
+    for directory, words in (
+        (layout.weights_dir("local", RUN, "a.b", 7), f"'tinker://{RUN}/weights/a.b' is no longer"),
+        (layout.ephemeral_dir("local", RUN, 3, 7), f"sampler '{RUN.partition(':')[0]}:sample:3' is no longer"),
+    ):
+        with pytest.raises(NotFound) as caught:
+            layout.existing(tmp_path, directory)
+        assert str(caught.value).startswith(words)
+        assert "tenants" not in str(caught.value) and str(tmp_path) not in str(caught.value)
+
+
 def test_layout_and_manifest_do_not_import_torch():
     code = (
         "import sys, openrl.workers.weights.layout, openrl.workers.weights.manifest; assert 'torch' not in sys.modules"

@@ -6,8 +6,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from openrl.scheduler.models import describe
 from openrl.tasks.errors import InvalidRequest
 from openrl.workers.model.attention import hidden_states, packed, positions
+from openrl.workers.model.families import FAMILIES, max_context
 from openrl.workers.model.loading import load
 from openrl.workers.model.logprobs import head_logits
 from tests.tiny import make_tiny_model
@@ -40,12 +42,39 @@ def test_every_family_that_is_named_equals_its_stock_model(tmp_path, model_type)
     assert_packed_equals_stock(tmp_path / "other")
 
 
-def test_a_sliding_window_is_the_longest_context(tmp_path):
-    config = json.loads((make_tiny_model(tmp_path) / "config.json").read_text())
-    config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 100}
+@pytest.mark.parametrize(
+    ("changes", "context"),
+    [
+        ({"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 100}, 100),
+        ({"model_type": "mistral", "architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}, 4096),
+        ({"max_position_embeddings": 8192, "use_sliding_window": False, "sliding_window": 100}, 8192),
+    ],
+)
+def test_a_sliding_window_is_the_longest_context_and_the_registry_says_the_same(tmp_path, changes, context):
+    config = json.loads((make_tiny_model(tmp_path) / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
 
-    assert load(tmp_path).max_context == 100
+    assert load(tmp_path).max_context == context
+    assert describe("m", tmp_path).max_context == context
+
+
+@pytest.mark.parametrize("model_type", sorted(FAMILIES))
+def test_what_a_family_leaves_unsaid_is_read_as_the_stock_config_reads_it(model_type):
+    for said in ({}, {"use_sliding_window": True, "max_window_layers": 0}):
+        stock = AutoConfig.for_model(model_type, max_position_embeddings=8192, **said).to_dict()
+
+        assert max_context({"model_type": model_type, "max_position_embeddings": 8192, **said}) == max_context(stock)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_neighbours_in_a_pack_are_refused(tmp_path, kind):
+    config = json.loads((make_tiny_model(tmp_path) / "config.json").read_text())
+    factors = {"factor": 2.0, "long_factor": [1.0] * 8, "short_factor": [1.0] * 8}
+    config["rope_parameters"] |= {"rope_type": kind, "original_max_position_embeddings": 256, **factors}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(InvalidRequest, match=f"'{kind}'"):
+        load(tmp_path)
 
 
 def test_a_base_is_frozen_and_knows_its_shape(tmp_path):

@@ -64,7 +64,8 @@ class Row:
 
 def row_positions(rows: Sequence[Row], device: torch.device | str = "cpu") -> Tensor:
     """Position ids [1, T] of the rows' tokens."""
-    return torch.cat([torch.arange(row.start, row.start + row.length) for row in rows]).unsqueeze(0).to(device)
+    numbers = [number for row in rows for number in range(row.start, row.start + row.length)]
+    return torch.tensor(numbers, dtype=torch.long, device=device).unsqueeze(0)
 
 
 class KVCache:
@@ -115,14 +116,26 @@ class KVCache:
             self.values[:, slot, :, length : self.lengths[slot]] = 0
             self.lengths[slot] = length
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Let `target` begin with the first `length` tokens of `source`: one prompt, several continuations."""
+    def copy(self, source: int, target: int, length: int, *, into: "KVCache | None" = None) -> None:
+        """Let `target` (of `into`) begin with the first `length` tokens of `source`: one prompt, several continuations.
+
+        The two must not overlap.
+        """
         if length > self.lengths[source]:
             raise ValueError(f"slot {source} holds {self.lengths[source]} tokens, not {length}")
-        self.clear(target)
-        self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
-        self.values[:, target, :, :length] = self.values[:, source, :, :length]
-        self.lengths[target] = length
+        into = into or self
+        into.clear(target)
+        into.keys[:, target, :, :length] = self.keys[:, source, :, :length]
+        into.values[:, target, :, :length] = self.values[:, source, :, :length]
+        into.lengths[target] = length
+
+    def move(self, source: int, target: int, *, into: "KVCache") -> None:
+        """Let `target` of `into`, which is empty, hold what `source` does, and empty that; the two may overlap."""
+        length = self.lengths[source]
+        keys, values = (one[:, source, :, :length].clone() for one in (self.keys, self.values))
+        self.clear(source)
+        into.keys[:, target, :, :length], into.values[:, target, :, :length] = keys, values
+        into.lengths[target] = length
 
     def claim(self, rows: Sequence[Row]) -> None:
         """Make room for rows: one at position 0 begins a new sequence, others continue where theirs ended.

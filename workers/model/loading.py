@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from openrl.tasks.errors import InvalidRequest
-from openrl.workers.model import attention
-from openrl.workers.model.families import Family, family
+from openrl.workers.model import attention, identity
+from openrl.workers.model.families import Family, check, max_context
 from openrl.workers.model.lora import MultiLoraLinear
 
 
@@ -40,6 +40,13 @@ class LoadedModel:
     device: torch.device
     eos_token_ids: tuple[int, ...]
     tokenizer_path: str
+    digest: str = ""
+    """Which weights these are; see `openrl.workers.model.identity`."""
+
+    @property
+    def flops_per_token(self) -> float:
+        """Multiplications and additions of one token's forward, about; a backward is as much again."""
+        return 2.0 * sum(weight.numel() for weight in self.model.parameters() if weight.ndim == 2)
 
     @property
     def head_name(self) -> str:
@@ -53,6 +60,11 @@ class LoadedModel:
         assert isinstance(linear, MultiLoraLinear), "loading replaced the head"
         return linear.weight
 
+    def require(self, digest: str) -> None:
+        """Refuse to serve other weights than those that the service was started with; "" means any."""
+        if digest and digest != self.digest:
+            raise InvalidRequest(f"{self.tokenizer_path} was changed while the service ran; start `openrl up` anew")
+
     def targets(self, train_attn: bool, train_mlp: bool, train_unembed: bool) -> tuple[str, ...]:
         """The module paths that these flags select, in the model's order."""
         flags = {"train_attn": train_attn, "train_mlp": train_mlp, "train_unembed": train_unembed}
@@ -65,14 +77,15 @@ def load(
     """Load a Hugging Face directory; by default onto the GPU in bfloat16 if there is one, else float32.
 
     Raises:
-        InvalidRequest: not a model directory, or a model type that isn't supported.
+        InvalidRequest: not a model directory, or a model that can't be served.
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
     if not (Path(path) / "config.json").is_file():
         raise InvalidRequest(f"{str(path)!r} is not a model directory: it has no config.json")
     config = AutoConfig.from_pretrained(path, local_files_only=True)
-    layout = family(config.model_type)
+    layout = check(config.to_dict())
+    digest = identity.digest_of(Path(path))
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         path,
@@ -83,7 +96,7 @@ def load(
         use_safetensors=True,
     )
     model.requires_grad_(False).eval().to(place)
-    return _facts(model, layout, path=Path(path), shapes=_replace_linears(model, layout))
+    return _facts(model, layout, path=Path(path), digest=digest, shapes=_replace_linears(model, layout))
 
 
 def _replace_linears(model: PreTrainedModel, layout: Family) -> dict[str, tuple[int, int]]:
@@ -97,7 +110,9 @@ def _replace_linears(model: PreTrainedModel, layout: Family) -> dict[str, tuple[
     return shapes
 
 
-def _facts(model: PreTrainedModel, layout: Family, *, path: Path, shapes: dict[str, tuple[int, int]]) -> LoadedModel:
+def _facts(
+    model: PreTrainedModel, layout: Family, *, path: Path, digest: str, shapes: dict[str, tuple[int, int]]
+) -> LoadedModel:
     config = model.config
     embedding: Any = model.get_input_embeddings().weight
     return LoadedModel(
@@ -109,20 +124,15 @@ def _facts(model: PreTrainedModel, layout: Family, *, path: Path, shapes: dict[s
         num_layers=config.num_hidden_layers,
         num_kv_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        max_context=_max_context(config),
+        max_context=max_context(config.to_dict()),
         tied_embeddings=model.get_submodule(layout.unembed).weight is embedding,
         arch=config.model_type,
         dtype=embedding.dtype,
         device=embedding.device,
         eos_token_ids=_eos(model),
         tokenizer_path=str(path),
+        digest=digest,
     )
-
-
-def _max_context(config: Any) -> int:
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    longest: int = config.max_position_embeddings
-    return longest if window is None else min(longest, window)
 
 
 def _eos(model: PreTrainedModel) -> tuple[int, ...]:

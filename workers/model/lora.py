@@ -83,6 +83,9 @@ def adapted(name: str, x_TI: Tensor, y_TO: Tensor, segments: Sequence[Segment]) 
 
 def _with_gradients(name: str, x_TI: Tensor, y_TO: Tensor, segments: Sequence[Segment]) -> Tensor:
     """Split once and join once: slices taken one by one would each cost a whole [T, O] in backward."""
+    if len(segments) == 1 and segments[0].adapter is not None and segments[0].stop - segments[0].start == len(y_TO):
+        factors = segments[0].adapter.factors(name)
+        return y_TO if factors is None else _add(y_TO, x_TI, *factors, inplace=False)
     owners = [s.adapter.factors(name) if s.adapter is not None else None for s in segments]
     if all(factors is None for factors in owners):
         return y_TO

@@ -39,11 +39,13 @@ log = logging.getLogger(__name__)
 def main(base: str, name: str) -> None:
     """Train LoRA runs of one base model."""
     die_with_parent()
-    logging.basicConfig(
-        level=os.environ.get("OPENRL_LOG_LEVEL", "INFO"), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
     try:
         store_settings, settings = StoreSettings.from_env(), TrainerSettings.from_env()
+    except ValueError as nonsense:
+        sys.stderr.write(f"openrl.workers.trainer: {nonsense}\n")
+        sys.exit(2)
+    logging.basicConfig(level=store_settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
         store = Store.connect(store_settings)
         engine, slug = build(store, store_settings, settings, base=base, name=name)
     except (OpenRLError, ValueError) as error:
@@ -64,6 +66,7 @@ def build(
     lease = new_lease()
     torch.set_num_threads(settings.torch_threads or os.cpu_count() or 1)
     loaded = loading.load(model.path)
+    loaded.require(model.digest)
     log.info("loaded %s from %s: %s on %s", model.name, model.path, loaded.dtype, loaded.device)
     budget = settings.token_budget or (16384 if loaded.device.type == "cuda" else 1024)
     settings = replace(settings, token_budget=budget)

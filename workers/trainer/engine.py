@@ -1,9 +1,10 @@
 """The trainer's engine: one thread between the journal and the device.
 
-Takes what the journal says is next, plans a pass, has it carried out, commits each outcome at once. Woken by
-doorbells, else it looks every quarter of a second: progress depends on no message. Holds no policy (`passes`)
-and no arithmetic (`device`). Whatever goes wrong with the store or a lease costs memory, never order: a run
-whose state is in doubt is dropped and rebuilt from the journal.
+Takes what the journal says is next, plans a pass, reads what was chosen, has it carried out, commits each
+outcome at once. Woken by doorbells, else it looks every quarter of a second: progress depends on no message.
+Holds no policy (`passes`) and no arithmetic (`device`). Whatever goes wrong with the store or a lease costs
+memory, never order: a run whose state is in doubt is dropped and rebuilt from the journal. What keeps failing, or
+keeps killing workers, is answered as failed, so that neither its client nor anybody else waits for ever.
 """
 
 from __future__ import annotations
@@ -12,29 +13,40 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from openrl.tasks.doorbell import Waiter
-from openrl.tasks.errors import InvalidRequest, OpenRLError, StaleOwner, StoreUnavailable
+from openrl.tasks.errors import InvalidRequest, OpenRLError, StaleOwner, StoreFault, StoreUnavailable
 from openrl.tasks.journal import Journal, Operation, Outcome, Slice
 from openrl.tasks.messages import CreateModel, ForwardBackward, LoadWeights, Message, OptimStep, decode
 from openrl.tasks.operations import MISSING, REFUSED
 from openrl.tasks.ownership import Lease
-from openrl.workers.trainer.batch import num_tokens
 from openrl.workers.trainer.device import Device
 from openrl.workers.trainer.passes import Chosen, Pending, Planner, Queue
-from openrl.workers.trainer.recovery import Recovery, RecoveryFailed
+from openrl.workers.trainer.recovery import Recovery
 from openrl.workers.trainer.residents import Key, Residents
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.settings import TrainerSettings
-from openrl.workers.trainer.work import Work, failed
+from openrl.workers.trainer.work import Work, broken, failed
 
 log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 """Pause before asking again a store that didn't answer."""
-DOUBT_S = 5.0
-"""Pause before rebuilding again a run that couldn't be rebuilt."""
+MOST_TRIES = 5
+"""After so many tries to rebuild a run its next operation fails, so that its client gets an answer."""
+MOST_CRASHES = 3
+"""An operation that so many workers died of is failed, not tried again."""
+
+Messages = dict[tuple[Key, int], Message]
+
+
+@dataclass(slots=True)
+class Doubt:
+    """How often a run could not be rebuilt since its last operation took effect; not tried again `until` then."""
+
+    tries: int = 0
+    until: float = 0.0
 
 
 class TrainerEngine:
@@ -63,8 +75,7 @@ class TrainerEngine:
         self._settings = settings
         self._planner = Planner(token_budget=settings.token_budget)
         self._residents = Residents(settings)
-        self._messages: dict[tuple[Key, int], Message] = {}
-        self._doubtful: dict[Key, float] = {}
+        self._doubtful: dict[Key, Doubt] = {}
         self._bell = threading.Event()
         self._stopping = threading.Event()
         self._store_is_down = False
@@ -131,11 +142,30 @@ class TrainerEngine:
             self._slug,
             self._lease,
             max_runs=self._settings.max_runs,
-            max_ops_per_run=self._settings.max_operations,
-            max_bytes=self._settings.max_bytes,
         )
+        ready = [each for each in slices if not self._pauses(each)]
+        progressed = any(self._alone(each) for each in ready if each.crashes)  # one of them in each turn
+        progressed |= self._serve([each for each in ready if not each.crashes])
+        self._make_room({(each.tenant, each.run_id) for each in slices})
+        return progressed
+
+    def _alone(self, each: Slice) -> bool:
+        """Carry out the first operation of a run whose owner died, by itself: if it kills again, it is the guilty one.
+
+        Rebuilding the run counts as a part of it. One that has killed too often is failed.
+        """
+        first = each.operations[0]
+        if each.crashes >= MOST_CRASHES:
+            cause = f"the worker died {each.crashes} times while running it; it was not tried again"
+            return self._give_up(first, each.token, Outcome(error=cause, category="server"))
+        if not self._journal.begin(self._lease, each):
+            return False
+        return self._serve([replace(each, operations=(first,))])
+
+    def _serve(self, slices: Sequence[Slice]) -> bool:
+        """Carry out one pass over these runs. Tells whether anything took effect."""
         progressed = False
-        operations: dict[Key, dict[int, Operation]] = {}
+        operations: dict[tuple[Key, int], Operation] = {}
         queues: list[Queue] = []
         for each in slices:
             run = self._resident(each)
@@ -143,36 +173,63 @@ class TrainerEngine:
                 continue
             rest = self._skip_void(run, each.operations)
             progressed |= len(rest) < len(each.operations)
-            queue = self._queue(run, rest)
-            if queue.pending:
-                queues.append(queue)
-                operations[run.key] = {operation.seq_id: operation for operation in rest}
-        progressed |= self._carry_out(queues, operations)
-        self._make_room({each.key for each in queues})
-        return progressed
+            if rest:
+                queues.append(_queue(run, rest))
+                operations |= {(run.key, operation.seq_id): operation for operation in rest}
+        return self._carry_out(queues, operations) or progressed
 
-    def _carry_out(self, queues: list[Queue], operations: dict[Key, dict[int, Operation]]) -> bool:
+    def _carry_out(self, queues: list[Queue], operations: dict[tuple[Key, int], Operation]) -> bool:
         plan = self._planner.plan(queues)
         # Each single is committed before the next begins: only then may a store that fails be asked again.
         groups = [[chosen] for chosen in plan.singles] + ([list(plan.packed)] if plan.packed else [])
-        if groups:
-            self._say("busy")
+        if not groups:
+            return False
+        self._say("busy")
+        messages = self._read([operations[_name(chosen)] for group in groups for chosen in group])
         for group in groups:
             if self._stopping.is_set():
                 break
-            self._pass([operations[chosen.tenant, chosen.run_id][chosen.seq_id] for chosen in self._still_here(group)])
-        if groups:
-            self._lease.touch_busy()
-        return bool(groups)
+            names = [_name(chosen) for chosen in self._still_here(group)]
+            self._pass([(operations[name], messages[name]) for name in names if name in messages])
+        self._lease.touch_busy()
+        return True
+
+    def _read(self, operations: Sequence[Operation]) -> Messages:
+        """Read the chosen operations, in one trip. A run goes as far as its first one that can't be read.
+
+        That one is failed when it is the run's next; one that may be read later leaves its run in doubt.
+        """
+        messages: Messages = {}
+        ended: set[Key] = set()
+        for operation, body in zip(operations, self._journal.bodies(operations), strict=True):
+            key = (operation.tenant, operation.run_id)
+            if key in ended:
+                continue
+            try:
+                messages[key, operation.seq_id] = _decoded(operation, body)
+            except Exception as error:  # whatever a broken body makes the decoder raise, it costs this run alone
+                ended.add(key)
+                self._unreadable(operation, error)
+        return messages
+
+    def _unreadable(self, operation: Operation, error: Exception) -> None:
+        run = self._residents.get((operation.tenant, operation.run_id))
+        if run is None or run.applied + 1 != operation.seq_id:
+            return
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            self._doubt(operation, run.token, error)
+            return
+        self._fail(run, operation, broken(operation.request_id, error, "the operation's body can't be read any more"))
 
     def _still_here(self, group: list[Chosen]) -> list[Chosen]:
         """Leave out what an earlier group of this plan has thrown over: its run was dropped."""
         runs = [self._residents.get((chosen.tenant, chosen.run_id)) for chosen in group]
         return [chosen for chosen, run in zip(group, runs, strict=True) if run and run.applied < chosen.seq_id]
 
-    def _pass(self, operations: Sequence[Operation]) -> None:
+    def _pass(self, batch: Sequence[tuple[Operation, Message]]) -> None:
         """Carry out the operations together and commit each outcome."""
-        works = [self._work(operation) for operation in operations]
+        operations = [operation for operation, _ in batch]
+        works = [self._work(operation, message) for operation, message in batch]
         if not works:
             return
         began = time.monotonic()
@@ -184,13 +241,12 @@ class TrainerEngine:
             outcomes = [self._broken(work, error) for work in works]
         seconds = time.monotonic() - began
         committed = self._commit_all(works, operations, outcomes)
-        tokens = sum(num_tokens(work.message.data) for work in works if isinstance(work.message, ForwardBackward))
         log.info(
             "pass: %d runs, %d operations (%s), %d tokens, %.0f ms",
             len({work.run.key for work in works}),
             len(works),
             ", ".join(sorted({work.kind for work in works})),
-            tokens,
+            sum(operation.tokens for operation in operations),
             seconds * 1e3,
         )
         for work, outcome in committed:
@@ -214,11 +270,10 @@ class TrainerEngine:
                     self._forget(work.run.key)
         return committed
 
-    def _work(self, operation: Operation) -> Work:
-        key = (operation.tenant, operation.run_id)
-        run = self._residents.get(key)
+    def _work(self, operation: Operation, message: Message) -> Work:
+        run = self._residents.get((operation.tenant, operation.run_id))
         assert run is not None, "a run in the plan is resident"
-        return Work(run=run, seq_id=operation.seq_id, message=self._messages[key, operation.seq_id])
+        return Work(run=run, seq_id=operation.seq_id, message=message)
 
     def _broken(self, work: Work, error: Exception) -> Outcome:
         """Fail an operation after the device broke in a way that it couldn't pin on one of them."""
@@ -237,58 +292,73 @@ class TrainerEngine:
         if run is not None:
             log.warning("run %s is at %d here and at %d in the store", each.run_id, run.applied, each.applied)
             self._forget(key)
-        if self._doubtful.get(key, 0.0) > time.monotonic():
-            return None
         try:
             run = self._recovery.restore(each.tenant, each.run_id, token=each.token, applied=each.applied)
-        except (RecoveryFailed, OSError):
-            log.exception("run %s can't be rebuilt; trying again in %.0f s", each.run_id, DOUBT_S)
-            self._doubtful[key] = time.monotonic() + DOUBT_S
+        except (StoreUnavailable, StaleOwner):
+            raise
+        except Exception as error:  # it costs this run alone, whatever it is
+            self._doubt(each.operations[0], each.token, error)
             return None
-        self._doubtful.pop(key, None)
         self._residents.add(run)
         return run
 
+    def _pauses(self, each: Slice) -> bool:
+        """Tell whether a run is left alone for now, because it could not be rebuilt."""
+        doubt = self._doubtful.get((each.tenant, each.run_id))
+        return doubt is not None and doubt.until > time.monotonic()
+
+    def _doubt(self, operation: Operation, token: int, error: Exception) -> None:
+        """Drop a run that can't be served as it is and leave it alone for a while.
+
+        After some tries its next operation is failed; so is one more with each further try.
+        """
+        key = (operation.tenant, operation.run_id)
+        self._forget(key)
+        doubt = self._doubtful.setdefault(key, Doubt())
+        pause_s = self._settings.doubt_s * 2 ** min(doubt.tries, 4)
+        doubt.tries, doubt.until = doubt.tries + 1, time.monotonic() + pause_s
+        if doubt.tries >= MOST_TRIES:
+            cause = "the run's state can't be rebuilt on the server now"
+            self._give_up(operation, token, broken(operation.request_id, error, cause))
+        else:
+            log.error("run %s can't be served; trying again in %.0f s", operation.run_id, pause_s, exc_info=error)
+
+    def _give_up(self, operation: Operation, token: int, outcome: Outcome) -> bool:
+        """Fail the next operation of a run without its state, which is rebuilt as recorded when it is needed."""
+        self._forget((operation.tenant, operation.run_id))
+        try:
+            self._journal.commit(self._lease, operation, _told(operation, outcome), token=token)
+        except (StaleOwner, StoreFault) as refusal:
+            log.error("%s could not be failed: %s", operation.request_id, refusal)
+            return False
+        log.error("%s was given up: %s", operation.request_id, outcome.error)
+        return True
+
     def _skip_void(self, run: Run, operations: Sequence[Operation]) -> list[Operation]:
-        """Commit leading operations that can't be carried out; return the rest, up to the next such one."""
+        """Commit leading operations that were refused or never arrived; return the rest, up to the next such one."""
         rest: list[Operation] = []
         for operation in operations:
-            problem = self._problem(run, operation)
-            if problem is None:
+            if operation.kind not in (REFUSED, MISSING):
                 rest.append(operation)
                 continue
             if rest:
                 break
-            outcome = failed(f"{operation.kind} {operation.request_id}", problem)
-            if operation.kind == CreateModel.kind:
-                outcome = replace(outcome, run_fields={"state": "failed"})
-            _void(run, operation.kind, operation.seq_id, outcome.error or "", voids=operation.voids)
-            if not self._commit(run, operation, outcome):
+            outcome = failed(f"{operation.kind} {operation.request_id}", InvalidRequest(operation.error))
+            if not self._fail(run, operation, outcome):
                 break
         return rest
 
-    def _problem(self, run: Run, operation: Operation) -> Exception | None:
-        """Say why an operation can't be carried out: it was refused, never arrived, or can't be read."""
-        if operation.kind in (REFUSED, MISSING):
-            return InvalidRequest(operation.error)
-        key = (run.key, operation.seq_id)
-        if key not in self._messages:
-            try:
-                self._messages[key] = decode(operation.kind, operation.body)
-            except Exception as error:  # whatever a broken body makes the decoder raise, it costs this operation alone
-                return ValueError(f"unreadable body: {error!r}")
-        return None
-
-    def _queue(self, run: Run, operations: Sequence[Operation]) -> Queue:
-        pending = []
-        for operation in operations:
-            message = self._messages[run.key, operation.seq_id]
-            tokens = num_tokens(message.data) if isinstance(message, ForwardBackward) else 0
-            pending.append(Pending(kind=message.kind, seq_id=operation.seq_id, tokens=tokens))
-        return Queue(tenant=run.tenant, run_id=run.run_id, pending=tuple(pending))
+    def _fail(self, run: Run, operation: Operation, outcome: Outcome) -> bool:
+        """Commit a failure that happened outside the device. False: the run was dropped."""
+        _void(run, operation.kind, operation.seq_id, outcome.error or "", voids=operation.voids)
+        return self._commit(run, operation, _told(operation, outcome))
 
     def _commit(self, run: Run, operation: Operation, outcome: Outcome) -> bool:
-        """Write an outcome; keep trying while the store is down. False: the run is no longer ours, and dropped."""
+        """Write an outcome; keep trying while the store is down. False: the run was dropped.
+
+        It is dropped when it is no longer ours, and when what is recorded is not what took effect.
+        """
+        as_recorded = True
         while True:
             try:
                 self._journal.commit(self._lease, operation, outcome, token=run.token)
@@ -302,23 +372,28 @@ class TrainerEngine:
                 log.warning("run %s has passed to another worker; dropped", run.run_id)
                 self._forget(run.key)
                 return False
+            except StoreFault as fault:
+                self._doubt(operation, run.token, fault)
+                return False
             except OSError as error:  # no room for the result's file
                 if outcome.error is not None:
                     raise
-                outcome = failed(f"storing the result of {operation.request_id}", error)
-                _void(run, operation.kind, operation.seq_id, outcome.error or "")
+                outcome = _told(operation, failed(f"storing the result of {operation.request_id}", error))
+                as_recorded = False
         run.applied = operation.seq_id
-        self._messages.pop((run.key, operation.seq_id), None)
-        self._residents.note(run, len(operation.body))
-        return True
+        self._doubtful.pop(run.key, None)
+        self._residents.note(run, operation.size)
+        if not as_recorded:
+            self._forget(run.key)
+        return as_recorded
 
     def _after(self, work: Work, outcome: Outcome) -> None:
-        """Write a recovery snapshot where one is due: after a load, and after a step when enough has built up."""
+        """Write a recovery snapshot where one is due: after a load, and when enough has built up with no gradient."""
         message, run = work.message, work.run
-        if outcome.error is not None:
+        if run.adapter is None or not self._residents.holds(run) or run.applied != work.seq_id:
             return
         loaded = isinstance(message, LoadWeights) or (isinstance(message, CreateModel) and bool(message.checkpoint_dir))
-        if loaded or (isinstance(message, OptimStep) and self._residents.snapshot_due(run)):
+        if (loaded and outcome.error is None) or (run.gradient is None and self._residents.snapshot_due(run)):
             self._snapshot(run)
 
     def _snapshot(self, run: Run) -> bool:
@@ -358,15 +433,13 @@ class TrainerEngine:
             self._hand_back(run)
 
     def _forget(self, key: Key) -> None:
-        """Drop a run's device state and what was decoded for it."""
+        """Drop a run's device state."""
         self._residents.drop(key)
-        self._messages = {name: message for name, message in self._messages.items() if name[0] != key}
 
     def _start_over(self, reason: StaleOwner) -> None:
         """Drop every run: this process owned nothing for a while. A new lease is a new owner."""
         log.warning("%s; dropping %d runs and starting over", reason, len(self._residents))
         self._residents.clear()
-        self._messages.clear()
         if not self._stopping.is_set():
             self._guarded(self._renew)
 
@@ -386,6 +459,26 @@ class TrainerEngine:
         if not self._store_is_down:
             log.error("%s; waiting for it", error)
         self._store_is_down = True
+
+
+def _name(chosen: Chosen) -> tuple[Key, int]:
+    return (chosen.tenant, chosen.run_id), chosen.seq_id
+
+
+def _queue(run: Run, operations: Sequence[Operation]) -> Queue:
+    pending = tuple(Pending(kind=each.kind, seq_id=each.seq_id, tokens=each.tokens) for each in operations)
+    return Queue(tenant=run.tenant, run_id=run.run_id, pending=pending)
+
+
+def _decoded(operation: Operation, body: bytes | OSError) -> Message:
+    if isinstance(body, OSError):
+        raise body
+    return decode(operation.kind, body)
+
+
+def _told(operation: Operation, outcome: Outcome) -> Outcome:
+    """Let the failure of a creation show in the run's record."""
+    return replace(outcome, run_fields={"state": "failed"}) if operation.kind == CreateModel.kind else outcome
 
 
 def _void(run: Run, kind: str, seq_id: int, error: str, *, voids: bool = False) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from openrl.tasks.errors import OpenRLError
+from openrl.tasks.errors import OpenRLError, StaleOwner, StoreUnavailable
 from openrl.tasks.journal import Journal, Operation
 from openrl.tasks.messages import CreateModel, ForwardBackward, LoadWeights, OptimStep, decode
 from openrl.tasks.ownership import Lease
@@ -50,22 +50,28 @@ class Recovery:
 
         Raises:
             StaleOwner: the run is another's now; what was written doesn't count.
+            StoreUnavailable: it may count or not, so what was written stays; a second call finds out.
             OSError: the disk refused; the older snapshot still counts.
         """
         before = self._journal.snapshot(run.tenant, run.run_id)
         directory = layout.snapshot_dir(run.tenant, run.run_id, run.applied, run.token)
-        if before == (directory, run.applied):
-            return
-        extra = {"applied": run.applied, "void": run.void}
+        if before is not None and not run.changed:
+            directory = before[0]  # what changed nothing is covered by the files that are there
         path = layout.resolve(self._data_dir, directory)
-        states.write(path, run, kind=states.SNAPSHOT, base_model=self._base_model, extra=extra)
+        if not path.is_dir():
+            extra = {"applied": run.applied, "void": run.void}
+            base = {"base_model": self._base_model, "base_digest": self._loaded.digest}
+            states.write(path, run, kind=states.SNAPSHOT, extra=extra, **base)
         try:
             self._journal.record_snapshot(lease, run.tenant, run.run_id, run.token, directory, run.applied)
-        except OpenRLError:
-            layout.remove(path)
+        except StaleOwner:
+            # The first of two sendings may have been heard, and only the second have come too late.
+            named = self._journal.snapshot(run.tenant, run.run_id)
+            if named is None or named[0] != directory:
+                layout.remove(path)
             raise
         run.changed = False
-        if before is not None:
+        if before is not None and before[0] != directory:
             layout.remove(layout.resolve(self._data_dir, before[0]))
 
     def restore(self, tenant: str, run_id: str, *, token: int, applied: int) -> Run:
@@ -73,16 +79,17 @@ class Recovery:
 
         Raises:
             RecoveryFailed: the snapshot can't be read, or an operation that succeeded fails now.
+            OSError: a body can't be read.
         """
         run = self._last_snapshot(tenant, run_id, token)
-        operations = self._journal.history(tenant, run_id, after=run.applied, upto=applied)
-        for operation in operations:
+        first = run.applied
+        for operation in self._journal.history(tenant, run_id, after=first, upto=applied, bodies_of=REPEATED):
             self._repeat(run, operation)
             run.applied = operation.seq_id
         if run.applied != applied:
             raise RecoveryFailed(f"run {run_id!r} can be rebuilt to operation {run.applied} only, not to {applied}")
-        if operations:
-            log.info("rebuilt run %s: %d operations repeated, now at %d", run_id, len(operations), applied)
+        if applied > first:
+            log.info("rebuilt run %s: %d operations repeated, now at %d", run_id, applied - first, applied)
         return run
 
     def _last_snapshot(self, tenant: str, run_id: str, token: int) -> Run:
@@ -94,6 +101,8 @@ class Recovery:
         try:
             path = layout.existing(self._data_dir, directory)
             state = states.read(path, self._loaded, base_model=self._base_model, with_optimizer=True)
+        except StoreUnavailable:
+            raise
         except (OpenRLError, OSError) as error:
             raise RecoveryFailed(f"snapshot {directory!r} of run {run_id!r} can't be read: {error}") from error
         run.adapter, run.moments, run.gradient = state.adapter, state.moments, state.gradient

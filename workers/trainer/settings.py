@@ -31,13 +31,14 @@ class TrainerSettings:
     """Runs looked at in one go."""
 
     max_operations: int = 8
-    """Operations of one run looked at in one go; their bodies are read again for every pass."""
+    """Operations of one run looked at in one go, without their bodies."""
 
-    max_bytes: int = 256 << 20
-    """Bodies looked at in one go. Where a few runs' operations fill it, the runs behind them wait."""
+    doubt_s: float = 5.0
+    """Pause before rebuilding again a run that couldn't be rebuilt, in seconds; it doubles four times."""
 
     snapshot_operations: int = 256
-    """A recovery snapshot follows the step after this many operations: bounds what a takeover repeats."""
+    """A recovery snapshot follows after this many operations, once no gradient is pending: bounds what a takeover
+    repeats."""
 
     snapshot_bytes: int = 256 << 20
     """... or after this many bytes of operations: bounds what the journal keeps."""

@@ -9,7 +9,7 @@ import logging
 import secrets
 from dataclasses import dataclass
 
-from openrl.tasks.errors import OpenRLError
+from openrl.tasks.errors import OpenRLError, StoreFault
 from openrl.tasks.journal import Outcome
 from openrl.tasks.messages import Message
 from openrl.workers.trainer.passes import FORWARDS
@@ -42,9 +42,13 @@ class Work:
 
 def failed(what: object, error: Exception) -> Outcome:
     """Turn an exception into a failed outcome: the caller's mistake in full, ours as an id and a line in the log."""
-    if isinstance(error, OpenRLError):
+    if isinstance(error, OpenRLError) and not isinstance(error, StoreFault):
         return Outcome(error=str(error), category="user")
+    return broken(what, error, (isinstance(error, OSError) and error.strerror) or "internal error")
+
+
+def broken(what: object, error: Exception, cause: str) -> Outcome:
+    """Return an outcome that is our fault: the cause in words that a client may read, the rest in the log."""
     error_id = secrets.token_hex(4)
     log.error("error %s in %s", error_id, what, exc_info=error)
-    cause = error.strerror if isinstance(error, OSError) and error.strerror else "internal error"
     return Outcome(error=f"{cause} (error id {error_id}); an operator finds it in the trainer's log", category="server")

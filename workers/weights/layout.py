@@ -5,22 +5,29 @@ Paths are relative and posix, so that the registry's rows survive a move of the 
 not the rename, says which version counts. Without torch: the API reads these paths too.
 """
 
+import logging
 import os
-import re
 import secrets
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+from openrl.tasks import keys
 from openrl.tasks.errors import InvalidRequest, NotFound
 
-_TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
-_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,63}(:[A-Za-z0-9.-]{1,32}){0,4}")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+log = logging.getLogger(__name__)
+
+_SEGMENTS = ("weights", "sampler_weights", "external_weights", "snapshots")
+
+
+def tenant_dir(tenant: str) -> str:
+    """The home of one tenant: all its files lie under it, and nobody else's."""
+    return f"tenants/{keys.check_tenant(tenant)}"
 
 
 def run_dir(tenant: str, run_id: str) -> str:
     """The home of one run; a run id holds no `_`, so that replacing its colons loses nothing."""
-    return f"tenants/{_checked(_TENANT, tenant, 'tenant')}/runs/{_checked(_RUN, run_id, 'run').replace(':', '_')}"
+    return f"{tenant_dir(tenant)}/runs/{keys.check_run(run_id).replace(':', '_')}"
 
 
 def weights_dir(tenant: str, run_id: str, name: str, token: int) -> str:
@@ -36,6 +43,11 @@ def sampler_dir(tenant: str, run_id: str, name: str, token: int) -> str:
 def ephemeral_dir(tenant: str, run_id: str, number: int, token: int) -> str:
     """A version for the one sampler numbered `number`; no user-given name can begin with `@`."""
     return f"{run_dir(tenant, run_id)}/sampler_weights/@{int(number)}.{int(token)}"
+
+
+def external_dir(tenant: str, run_id: str, name: str, token: int) -> str:
+    """An export: the adapter as PEFT's files, and a manifest."""
+    return f"{run_dir(tenant, run_id)}/external_weights/{_version(name, token)}"
 
 
 def snapshot_dir(tenant: str, run_id: str, applied: int, token: int) -> str:
@@ -56,6 +68,19 @@ def resolve(data_dir: str | Path, relative: str) -> Path:
     return path
 
 
+def tenant_file(data_dir: str | Path, tenant: str, relative: str) -> Path:
+    """The absolute path of a file, links followed, which lies under the tenant's own directory.
+
+    Raises:
+        NotFound: it lies elsewhere, or no such file.
+    """
+    home = resolve(data_dir, tenant_dir(tenant))
+    path = (home / relative).resolve()
+    if not path.is_relative_to(home) or not path.is_file():
+        raise NotFound(f"no file {relative!r}; it was deleted, or never there")
+    return path
+
+
 def existing(data_dir: str | Path, relative: str) -> Path:
     """`resolve`, and it is a directory.
 
@@ -64,8 +89,20 @@ def existing(data_dir: str | Path, relative: str) -> Path:
     """
     path = resolve(data_dir, relative)
     if not path.is_dir():
-        raise NotFound(f"weights {relative!r} are no longer on disk")
+        log.warning("there is no directory %s", path)
+        raise NotFound(f"{title(relative)} is no longer on disk; save it again")
     return path
+
+
+def title(relative: str) -> str:
+    """What a client calls the version in the directory `relative`, which itself is nothing for its eyes."""
+    parts = relative.split("/")
+    if len(parts) != 6:
+        return "this version of the weights"
+    run_id, segment, name = parts[3].replace("_", ":"), parts[4], parts[5].rpartition(".")[0]
+    if name.startswith("@"):
+        return f"sampler {keys.sampler_id(run_id.partition(':')[0], int(name[1:]))!r}"
+    return repr(f"tinker://{run_id}/{segment}/{name}")
 
 
 def staging(final: Path) -> Path:
@@ -100,14 +137,18 @@ def remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+def versions(data_dir: Path, tenant: str, run_id: str) -> Iterator[Path]:
+    """Every directory that was written for a run, staged ones included."""
+    home = data_dir / run_dir(tenant, run_id)
+    for segment in _SEGMENTS:
+        if (home / segment).is_dir():
+            yield from sorted(path for path in (home / segment).iterdir() if path.is_dir())
+
+
 def _version(name: str, token: int) -> str:
-    return f"{_checked(_NAME, name, 'name')}.{int(token)}"
-
-
-def _checked(pattern: re.Pattern[str], value: str, what: str) -> str:
-    if not isinstance(value, str) or not pattern.fullmatch(value) or ".." in value:
-        raise InvalidRequest(f"{what} {str(value)[:80]!r} is not allowed; it must match {pattern.pattern} without '..'")
-    return value
+    if not keys.is_name(name):
+        raise InvalidRequest(f"name {str(name)[:80]!r} is not allowed; it must be {keys.NAME_RULE}")
+    return f"{name}.{int(token)}"
 
 
 def _fsync_upwards(directory: Path) -> None:

@@ -22,7 +22,7 @@ class Manifest:
     """One directory of weights; `files` and `schema` are filled in by `write`."""
 
     kind: str
-    """training, sampler or snapshot."""
+    """training, sampler, external or snapshot."""
     base_model: str
     rank: int
     alpha: float
@@ -33,6 +33,8 @@ class Manifest:
     train_unembed: bool
     step: int
     """Optimizer steps taken."""
+    base_digest: str = ""
+    """Which weights the base model had; empty in directories of earlier versions."""
     seed: int | None = None
     """What A was drawn from; None when nobody recorded it."""
     has_optimizer: bool = False
