@@ -67,16 +67,62 @@ def refusal(check, *args, **kwargs) -> str:
         call(policy(), loss_fn="ppo"),
         call(policy(), loss_fn="ppo", clip_low_threshold=1.0, clip_high_threshold=1.0),
         call(policy(logprobs=reals(-100, -1, -1)), loss_fn="ppo", clip_low_threshold=0.01, clip_high_threshold=50.0),
+        call(policy(), loss_fn="cispo", clip_low_threshold=0.0, clip_high_threshold=5.0),
+        call(policy(), loss_fn="dro"),
+        call(policy(), loss_fn="dro", beta=0.0),
+        call(policy(sequence_ratio_mask=reals(0, 1, 1)), loss_fn="gspo", clip_high_threshold=1.0004),
+        call(policy(sequence_ratio_mask=reals(0, 0, 0), advantages=reals(0, 0, 0)), loss_fn="gspo"),
     ],
 )
 def test_good_calls_pass(good):
     checks.check_forward_backward(good, MODEL)
 
 
-@pytest.mark.parametrize("loss_fn", ["pp0", "", "cispo", "dro", "gspo", "stable_reinforce", "custom", "x" * 10_000])
+@pytest.mark.parametrize("loss_fn", ["pp0", "", "PPO", "x" * 10_000])
 def test_a_loss_that_is_not_served_is_refused_naming_those_that_are(loss_fn):
     text = refusal(checks.check_forward_backward, call(sft(), loss_fn=loss_fn), MODEL)
-    assert text.endswith("is not served; served are cross_entropy, importance_sampling, ppo") and len(text) < 200
+    assert text.endswith(f"is not served; served are {', '.join(LOSSES)}") and len(text) < 200
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "instead"),
+    [
+        ("stable_reinforce", "use importance_sampling, ppo, cispo or gspo"),
+        ("custom", "use the SDK's forward_backward_custom"),
+    ],
+)
+def test_a_loss_of_tinkers_that_is_not_served_is_refused_saying_what_to_use(loss_fn, instead):
+    text = refusal(checks.check_forward_backward, call(policy(), loss_fn=loss_fn), MODEL)
+    assert text.startswith(f"loss_fn '{loss_fn}' is not served; ") and instead in text
+
+
+@pytest.mark.parametrize("loss_fn", ["ppo", "cispo", "gspo"])
+@pytest.mark.parametrize("name", ["clip_low_threshold", "clip_high_threshold"])
+def test_clip_bounds_for_each_datum_are_refused_saying_where_they_go(loss_fn, name):
+    bad = policy(**{"sequence_ratio_mask": reals(1, 1, 1)} if loss_fn == "gspo" else {}, **{name: reals(1, 1, 1)})
+    text = refusal(checks.check_forward_backward, call(bad, loss_fn=loss_fn), MODEL)
+    assert text == (
+        f"data[0].loss_fn_inputs['{name}'] is a setting of {loss_fn}, not an input: "
+        f"send loss_fn_config['{name}'], one number for the whole call"
+    )
+
+
+def test_a_sequence_of_gspo_without_a_token_to_make_its_ratio_of_is_refused():
+    good, empty = policy(sequence_ratio_mask=reals(0, 1, 1)), policy(sequence_ratio_mask=reals(0, 0, 0))
+    text = refusal(checks.check_forward_backward, call(good, empty, loss_fn="gspo"), MODEL)
+    assert text.startswith("data[1].loss_fn_inputs['sequence_ratio_mask'] is 0 everywhere; mark the sampled tokens")
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize(("loss_fn", "name"), [(loss, name) for loss in LOSSES for name in LOSSES[loss].inputs])
+def test_a_number_of_any_tensor_of_any_loss_that_is_not_finite_is_refused(loss_fn, name, value):
+    whole = policy(sequence_ratio_mask=reals(1, 1, 1), weights=reals(1, 1, 1))
+    inputs = {key: array for key, array in whole.inputs.items() if key in LOSSES[loss_fn].inputs}
+    checks.check_forward_backward(call(replace(whole, inputs=inputs), loss_fn=loss_fn), MODEL)
+    bad = replace(whole, inputs=inputs | {name: reals(0, 1, value)})
+    text = refusal(checks.check_forward_backward, call(bad, loss_fn=loss_fn), MODEL)
+    assert text.startswith(f"data[0].loss_fn_inputs['{name}'] ")
+    assert ("it must be int64" if name == "target_tokens" else f"holds {value} at position 2") in text
 
 
 @pytest.mark.parametrize(
@@ -128,40 +174,51 @@ def test_a_bad_call_is_refused_by_field_and_value(bad, reason):
     assert reason in refusal(checks.check_forward_backward, bad, MODEL)
 
 
-@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo"])
-@pytest.mark.parametrize("name", ["target_tokens", "logprobs", "advantages"])
+@pytest.mark.parametrize(
+    ("loss_fn", "name"), [(loss, name) for loss in LOSSES if loss != "cross_entropy" for name in LOSSES[loss].inputs]
+)
 def test_policy_losses_need_all_their_inputs_in_one_dimension(loss_fn, name):
-    whole = policy()
+    whole = policy(**{"sequence_ratio_mask": reals(0, 1, 1)} if loss_fn == "gspo" else {})
     without = Datum(tokens=whole.tokens, inputs={key: array for key, array in whole.inputs.items() if key != name})
     text = refusal(checks.check_forward_backward, call(whole, without, loss_fn=loss_fn), MODEL)
     assert text == f"data[1].loss_fn_inputs['{name}'] is missing; {loss_fn} needs it"
-    wide = policy(**{name: np.ones((3, 2), whole.inputs[name].dtype)})
+    wide = replace(whole, inputs={**whole.inputs, name: np.ones((3, 2), whole.inputs[name].dtype)})
     assert "has shape [3, 2]; it must be [N]" in refusal(
         checks.check_forward_backward, call(wide, loss_fn=loss_fn), MODEL
     )
 
 
 @pytest.mark.parametrize(
-    ("config", "reason"),
+    ("loss_fn", "config", "reason"),
     [
-        ({"clip_low_threshold": 0.0}, "loss_fn_config['clip_low_threshold'] is 0.0; it must be over 0 and at most 1"),
-        ({"clip_low_threshold": 1.1}, "is 1.1; it must be over 0 and at most 1"),
-        ({"clip_high_threshold": 0.9}, "loss_fn_config['clip_high_threshold'] is 0.9; it must be at least 1"),
-        ({"clip_high_threshold": INF}, "is inf; it must be"),
-        ({"clip_low_threshold": NAN}, "is nan; it must be"),
-        ({"epsilon": 0.2}, "is no setting of ppo; allowed: clip_low_threshold, clip_high_threshold"),
+        (
+            "ppo",
+            {"clip_low_threshold": -0.1},
+            "loss_fn_config['clip_low_threshold'] is -0.1; it must be at least 0 and",
+        ),
+        ("cispo", {"clip_low_threshold": 1.1}, "is 1.1; it must be at least 0 and at most 1"),
+        ("gspo", {"clip_high_threshold": 0.9}, "loss_fn_config['clip_high_threshold'] is 0.9; it must be at least 1"),
+        ("ppo", {"clip_high_threshold": INF}, "is inf; it must be"),
+        ("ppo", {"clip_low_threshold": NAN}, "is nan; it must be"),
+        ("dro", {"beta": -0.05}, "loss_fn_config['beta'] is -0.05; it must be at least 0 and at most 1e+06"),
+        ("dro", {"beta": NAN}, "is nan; it must be"),
+        ("ppo", {"epsilon": 0.2}, "is no setting of ppo; allowed: clip_low_threshold, clip_high_threshold"),
+        ("ppo", {"beta": 0.2}, "loss_fn_config['beta'] is no setting of ppo"),
+        ("dro", {"clip_high_threshold": 1.2}, "is no setting of dro; allowed: beta"),
+        ("importance_sampling", {"kl_coeff": 0.1}, "is no setting of importance_sampling; allowed: none"),
     ],
 )
-def test_settings_of_ppo_are_held_to_their_range(config, reason):
-    assert reason in refusal(checks.check_forward_backward, call(policy(), loss_fn="ppo", **config), MODEL)
+def test_settings_are_known_and_held_to_their_range(loss_fn, config, reason):
+    whole = policy(**{"sequence_ratio_mask": reals(0, 1, 1)} if loss_fn == "gspo" else {})
+    assert reason in refusal(checks.check_forward_backward, call(whole, loss_fn=loss_fn, **config), MODEL)
 
 
 def test_settings_that_are_absent_take_their_defaults():
-    assert LOSSES["ppo"].settings({"clip_low_threshold": 0.5}) == {
-        "clip_low_threshold": 0.5,
-        "clip_high_threshold": 1.2,
-    }
-    assert LOSSES["cross_entropy"].settings({}) == {}
+    for loss_fn in ("ppo", "cispo", "gspo"):
+        assert LOSSES[loss_fn].settings({}) == {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+        assert LOSSES[loss_fn].settings({"clip_low_threshold": 0.5})["clip_high_threshold"] == 1.2
+    assert LOSSES["dro"].settings({}) == {"beta": 0.05}
+    assert LOSSES["cross_entropy"].settings({}) == LOSSES["importance_sampling"].settings({}) == {}
 
 
 def test_a_large_batch_is_checked_as_whole_arrays():
@@ -263,7 +320,10 @@ def sample(**changes) -> Sample:
         {"temperature": 0.0, "top_k": 1, "top_p": 0.01, "seed": -1, "num_samples": 64},
         {"temperature": 0, "top_p": 1, "top_k": 100_000},
         {"stop_tokens": (0, 9), "stop_strings": ("x",), "stop_at_eos": False},
-        {"topk_prompt_logprobs": 10, "topk_sample_logprobs": 10},
+        {"topk_prompt_logprobs": 10, "topk_sample_logprobs": 10, "prompt_alt_tokens_k": 10},
+        {"prompt_logprobs": True, "prompt_logprobs_last_n": 2},
+        {"target_shape": (2, 2), "target_ids": (-1, 9, 0, -1)},
+        {"target_shape": (2, 1 << 40), "target_ids": (9,), "target_crow": (0, 0, 1), "target_columns": (7,)},
     ],
 )
 def test_good_samples_pass(changes):
@@ -282,8 +342,8 @@ def test_good_samples_pass(changes):
         ({"num_samples": 0}, "num_samples is 0; it must be a whole number from 1 to 64"),
         ({"num_samples": 65}, "num_samples is 65"),
         ({"max_tokens": 0}, "sampling_params.max_tokens is 0; it must be a whole number from 1"),
-        ({"max_tokens": 6}, "prompt has 3 tokens and sampling_params.max_tokens asks for 6, 9 together; the model's"),
-        ({"prompt": (1,) * 8, "max_tokens": None}, "the model's context holds 8"),
+        ({"max_tokens": 6}, "sampling_params.max_tokens is 6; a prompt of 3 tokens leaves room for 5, as the model's"),
+        ({"prompt": (1,) * 8, "max_tokens": None}, "max_tokens is absent; a prompt of 8 tokens leaves room for 0"),
         ({"seed": 1 << 63}, "sampling_params.seed is"),
         ({"temperature": -0.1}, "sampling_params.temperature is -0.1; it must be 0 (greedy) or more"),
         ({"temperature": NAN}, "sampling_params.temperature is nan"),
@@ -298,10 +358,24 @@ def test_good_samples_pass(changes):
         ({"stop_strings": ("a", "")}, "sampling_params.stop holds an empty text"),
         ({"topk_prompt_logprobs": 11}, "topk_prompt_logprobs is 11; it must be a whole number from 0 to 10"),
         ({"topk_sample_logprobs": -1}, "topk_sample_logprobs is -1"),
+        ({"prompt_alt_tokens_k": 11}, "prompt_alt_tokens_k is 11; it must be a whole number from 0 to 10"),
+        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "it must be a whole number from 1 to 2"),
+        ({"prompt_logprobs_last_n": 1}, "set prompt_logprobs too"),
+        ({"target_shape": (1, 2), "target_ids": (1, 1)}, "has shape [1, 2]; it must be [2, K]"),
+        ({"target_shape": (2, 1), "target_ids": (1, 10)}, "target_prompt_logprobs holds 10; it must be from 0 to 9"),
+        ({"target_shape": (2, 1), "target_ids": (-1, -1)}, "target_prompt_logprobs names no id"),
     ],
 )
 def test_a_bad_sample_is_refused(changes, reason):
     assert reason in refusal(checks.check_sample, sample(**changes), MODEL, max_samples=64)
+
+
+@pytest.mark.parametrize("field", ["topk_prompt_logprobs", "prompt_alt_tokens_k"])
+def test_the_numbers_over_a_whole_prompt_are_bounded(field):
+    large = TinyModel(vocab_size=2000, max_context=2000)
+    prompt = (1,) * 1025
+    assert f"{field} asks for 1049600" in refusal(checks.check_sample, sample(prompt=prompt, **{field: 1024}), large)
+    checks.check_sample(sample(prompt=prompt, **{field: 1000}), large)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from werkzeug.test import TestResponse
 
 from openrl.app.factory import create_app
 from openrl.app.settings import AppSettings
+from openrl.tasks import keys
 from openrl.tasks.store import Store
 from tests.app.conftest import MODEL, PROTOBUF, Api, Worker, forward_backward
 
@@ -72,7 +74,7 @@ def test_a_run_of_an_unknown_session_is_not_found(api: Api) -> None:
         ({"tokens": []}, ["data[0].model_input", "empty"]),
         ({"tokens": [1] * 65}, ["65", "64"]),
         ({"loss_fn": "pp0"}, ["pp0", "cross_entropy", "importance_sampling", "ppo"]),
-        ({"loss_fn": "stable_reinforce"}, ["stable_reinforce", "cross_entropy"]),
+        ({"loss_fn": "stable_reinforce"}, ["stable_reinforce", "use importance_sampling"]),
     ],
 )
 def test_a_bad_batch_is_refused_and_uses_up_its_number(
@@ -112,7 +114,7 @@ def test_a_refusal_under_an_accepted_number_changes_nothing(api: Api, worker: Wo
         (lambda good: good, {**PROTOBUF, "Content-Encoding": "gzip"}, 400, "gzip"),
         (lambda good: b"{" + good, {"Content-Type": "application/json"}, 400, "JSON"),
         (lambda good: b"[1]", {"Content-Type": "application/json"}, 400, "object"),
-        (lambda good: b"[" * 100_000, {"Content-Type": "application/json"}, 400, "deep"),
+        (lambda good: b"[" * 100_000, {"Content-Type": "application/json"}, 422, "deep"),
         (lambda good: b"1" * 10_000, {"Content-Type": "application/json"}, 400, "JSON"),
         (lambda good: good, {"Content-Type": "text/plain"}, 400, "text/plain"),
         (lambda good: good, {"Content-Type": ""}, 400, "Content-Type"),
@@ -301,9 +303,125 @@ def test_text_that_is_not_unicode_is_refused(api: Api) -> None:
     refused(api.send("/create_session", b"\xff\xfe{}", headers=headers), 400)
 
 
+@pytest.mark.parametrize("depth", [33, 300, 500, 700, 940, 2000, 100_000])
+@pytest.mark.parametrize(("left", "right"), [("[", "]"), ('{"x":', "}")])
+def test_json_that_is_nested_too_deep_is_refused_everywhere(api: Api, depth: int, left: str, right: str) -> None:
+    run = api.run()
+    session = run.partition(":")[0]
+    deep = left * (depth - 1) + "1" + right * (depth - 1)
+    model = f'"session_id": "{session}", "model_seq_id": 1, "base_model": "{MODEL.name}", "lora_config": {{"rank": 8}}'
+    for route, body in (
+        ("/create_session", f'{{"user_metadata": {deep}}}'),
+        ("/create_model", f'{{{model}, "user_metadata": {deep}}}'),
+        ("/optim_step", f'{{"model_id": "{run}", "seq_id": 1, "optimizer_params": {deep}}}'),
+        ("/forward_backward", f'{{"model_id": "{run}", "seq_id": 2, "forward_backward_input": {deep}}}'),
+        ("/asample", f'{{"sampling_session_id": "{session}:sample:0", "seq_id": 0, "prompt": {deep}}}'),
+        ("/retrieve_future", f'{{"request_id": {deep}}}'),
+    ):
+        refused(api.send(route, body.encode(), headers={"Content-Type": "application/json"}), 422, "deep")
+
+
+def test_metadata_as_deep_as_json_may_be_is_kept(api: Api) -> None:
+    deep: Any = 1
+    for _ in range(31):
+        deep = {"x": deep}
+    session = api.ok(api.post("/create_session", {"user_metadata": deep}))["session_id"]
+    assert set(api.ok(api.get(f"/sessions/{session}"))["user_metadata"]) == {"x"}
+
+
+def test_a_body_that_broke_off_uses_nothing_up(api: Api, worker: Worker) -> None:
+    run = api.run()
+    whole = forward_backward(run, 1)
+    promised = {"CONTENT_LENGTH": str(len(whole)), "wsgi.input_terminated": True}
+    broken = api.send("/forward_backward", whole[:-7], headers=PROTOBUF, environ_overrides=promised)
+    refused(broken, 408, "broke off", "send it again")
+    api.ok(api.forward_backward(run, 1))
+    assert [operation.kind for operation in worker.step()] == ["create_model", "forward_backward"]
+
+
+LONG, HUGE = "x" * 300, 10**400
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/forward_backward", {"model_id": "{run}", "seq_id": HUGE, "forward_backward_input": {}}),
+        ("/optim_step", {"model_id": LONG, "seq_id": 1, "adam_params": {}}),
+        ("/optim_step", {"model_id": "{run}", "seq_id": 1, LONG: LONG}),
+        ("/optim_step", {"model_id": "{run}", "seq_id": 1, "optimizer_params": {"type": LONG}}),
+        (
+            "/create_model",
+            {"session_id": LONG, "model_seq_id": 0, "base_model": MODEL.name, "lora_config": {"rank": 1}},
+        ),
+        ("/create_model", {"session_id": "{session}", "model_seq_id": HUGE, "base_model": LONG}),
+        ("/load_weights", {"model_id": "{run}", "seq_id": 1, "path": LONG, "optimizer": False}),
+        ("/load_weights", {"model_id": "{run}", "seq_id": 1, "path": f"tinker://a/b/{LONG}", "optimizer": False}),
+        ("/weights_info", {"tinker_path": LONG}),
+        ("/asample", {"sampling_session_id": LONG, "seq_id": 0, "prompt": {}, "sampling_params": {}}),
+        ("/create_sampling_session", {"session_id": "{session}", "sampling_session_seq_id": 0, "base_model": LONG}),
+        ("/retrieve_future", {"request_id": LONG}),
+        ("/session_heartbeat", {"session_id": LONG}),
+    ],
+)
+def test_a_refusal_repeats_no_more_of_a_value_than_a_line_bears(api: Api, route: str, body: dict) -> None:
+    run = api.run()
+    names = {"{run}": run, "{session}": run.partition(":")[0]}
+    answer = api.post(route, {key: names.get(str(value), value) for key, value in body.items()})
+    assert answer.status_code in (404, 422)
+    assert len(answer.get_json()["detail"]) < 400
+    assert "x" * 90 not in answer.text and "0" * 90 not in answer.text
+
+
 def test_the_run_is_usable_after_every_refusal(api: Api, worker: Worker) -> None:
     run = api.run()
     for seq in range(1, 6):
         refused(api.forward_backward(run, seq, tokens=[MODEL.vocab_size]), 422)
     api.ok(api.forward_backward(run, 6))
     assert [operation.seq_id for operation in worker.step()] == list(range(7))
+
+
+def test_over_a_tenants_bytes_a_batch_or_a_sample_is_a_429_that_uses_nothing_up(
+    store: Store, app, worker: Worker
+) -> None:
+    small = create_app(AppSettings(), store=Store(store.redis, replace(store.settings, tenant_bytes=1)))
+    api = Api(small.test_client(), small.extensions["openrl"])
+    session = api.session()
+    run = str(api.ok(api.create_model(session))["model_id"])
+    sampler = api.ok(
+        api.post(
+            "/create_sampling_session",
+            {"session_id": session, "sampling_session_seq_id": 0, "base_model": MODEL.name},
+        )
+    )["sampling_session_id"]
+    sample = {
+        "sampling_session_id": sampler,
+        "seq_id": 0,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+        "sampling_params": {"max_tokens": 4},
+    }
+    worker.step()
+    api.ok(api.forward_backward(run, 1))
+    for answer in (api.forward_backward(run, 2), api.optim_step(run, 3), api.post("/asample", sample)):
+        refused(answer, 429, "queued")
+        assert answer.headers["Retry-After"]
+    assert [operation.seq_id for operation in worker.step()] == [1]
+    api.ok(api.forward_backward(run, 2))
+    assert [operation.seq_id for operation in worker.step()] == [2]
+    api.ok(api.post("/asample", sample))
+
+
+def test_a_number_absurdly_far_ahead_is_refused_and_uses_nothing_up(api: Api, worker: Worker) -> None:
+    run = api.run()
+    refused(api.optim_step(run, 2**31 - 1), 422, "far ahead")
+    worker.step()
+    api.ok(api.optim_step(run, 1))
+    assert [operation.seq_id for operation in worker.step()] == [1]
+
+
+def test_a_fault_of_the_store_is_a_500_that_tells_nothing_of_it(api: Api, store: Store) -> None:
+    run = api.run()
+    store.redis.delete(keys.journal("local", run))
+    store.redis.set(keys.journal("local", run), "no hash")
+    answer = api.optim_step(run, 1)
+    refused(answer, 500)
+    assert "WRONGTYPE" not in answer.text

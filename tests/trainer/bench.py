@@ -83,6 +83,8 @@ def make_data(loss_fn: str, lengths: list[int], *, seed: int = 0, width: int | N
         else:
             inputs["logprobs"] = (draw.normal(size=shape) * 0.3 - 6).astype(np.float32)
             inputs["advantages"] = draw.normal(size=shape).astype(np.float32)
+        if loss_fn == "gspo":
+            inputs["sequence_ratio_mask"] = (np.arange(length) >= length // 3).astype(np.float32)
         data.append(Datum(tokens=draw.integers(0, 260, length).astype(np.int32), inputs=inputs))
     return tuple(data)
 

@@ -151,6 +151,20 @@ def test_a_checkpoint_of_another_shape_is_refused_naming_both_and_changes_nothin
     assert bench.one(run, OptimStep()).error is None
 
 
+def test_a_checkpoint_of_other_base_weights_is_refused_and_an_older_one_that_does_not_say_is_taken(bench):
+    run = trained(bench)
+    checkpoint = save(bench, run)
+    assert checkpoint.base_digest == bench.loaded.digest != ""
+    path = bench.data_dir / checkpoint.directory / manifest.FILENAME
+    written = path.read_text()
+    assert bench.loaded.digest in written
+    for base_digest, refusal in (("other", "made on other weights than those served as"), ("", None)):
+        path.write_text(written.replace(bench.loaded.digest, base_digest))
+        load = LoadWeights(checkpoint_path=checkpoint.uri, checkpoint_dir=checkpoint.directory, with_optimizer=True)
+        error = bench.one(run, load).error
+        assert refusal in error if refusal else error is None
+
+
 def test_the_moments_of_a_version_for_samplers_are_not_there_to_load(bench):
     checkpoint = save(bench, trained(bench), SaveWeightsForSampler(name="v1"))
     run, outcome = create(bench, checkpoint, 1, with_optimizer=True)

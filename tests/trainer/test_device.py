@@ -2,18 +2,16 @@
 
 import json
 import math
-import warnings
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from openrl.tasks.messages import ForwardBackward, OptimStep
 from openrl.tasks.wire.codec import output_to_json
 from openrl.workers.weights.adapter import save_adapter
+from tests.plain import Plain
 from tests.trainer.bench import BASE, forward_backward
 
 
@@ -39,43 +37,15 @@ def reference(tiny_path, run, messages, tmp_path):
     directory = tmp_path / run.run_id.replace(":", "_")
     directory.mkdir()
     save_adapter(directory, run.weights(), BASE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        stock = AutoModelForCausalLM.from_pretrained(tiny_path, dtype=torch.float32)
-        model = PeftModel.from_pretrained(stock, directory, is_trainable=True)
+    plain = Plain(tiny_path, directory)
     all_logprobs, losses = [], []
     for message in messages:
-        loss, mine = torch.zeros((), dtype=torch.float64), []
-        for datum in message.data:
-            logits = model(input_ids=torch.tensor(datum.tokens[None].astype(np.int64))).logits[0]
-            inputs = {name: torch.tensor(array) for name, array in datum.inputs.items()}
-            targets = inputs["target_tokens"]
-            targets_2d = targets if targets.ndim == 2 else targets[:, None]
-            logprobs = logits.log_softmax(-1).gather(1, targets_2d).view(targets.shape)
-            mine.append(logprobs.detach().numpy())
-            loss = loss + plain_loss(message, logprobs, inputs).double()
-        losses.append(loss.item())
-        all_logprobs.append(mine)
+        total, logprobs = plain.forward(message.data, message.loss_fn, **message.loss_fn_config)
         if message.kind == "forward_backward":
-            loss.backward()
-    grads = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            stem = name.removeprefix("base_model.model.").removesuffix(".default.weight")
-            grads[stem] = parameter.grad
-    return all_logprobs, losses, grads
-
-
-def plain_loss(message, logprobs, inputs):
-    """The loss of one sequence, written as plainly as possible."""
-    if message.loss_fn == "cross_entropy":
-        return -(logprobs * inputs["weights"]).sum()
-    ratio, advantages = (logprobs - inputs["logprobs"]).exp(), inputs["advantages"]
-    if message.loss_fn == "importance_sampling":
-        return -(ratio * advantages).sum()
-    low = message.loss_fn_config.get("clip_low_threshold", 0.8)
-    high = message.loss_fn_config.get("clip_high_threshold", 1.2)
-    return -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages).sum()
+            total.backward()
+        losses.append(total.item())
+        all_logprobs.append(logprobs)
+    return all_logprobs, losses, {name.removesuffix(".weight"): grad for name, grad in plain.gradients().items()}
 
 
 def assert_gradient(run, expected, rel=1e-5):

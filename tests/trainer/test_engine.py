@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from openrl.tasks import keys
-from openrl.tasks.errors import StaleOwner, StoreUnavailable
+from openrl.tasks.errors import StaleOwner, StoreFault, StoreUnavailable
 from openrl.tasks.messages import OptimStep, SaveWeights, SaveWeightsForSampler
 from openrl.tasks.wire.codec import output_to_json
 from tests.trainer.bench import forward_backward
+from tests.trainer.test_device import bits
 
 
 def test_a_training_loop_takes_effect_in_order_and_answers_every_operation(service):
@@ -66,7 +67,8 @@ def test_a_refused_and_a_missing_operation_take_their_turn_and_void_the_gradient
     client.submit(forward_backward(seed=3))
     client.submit(OptimStep())
     trainer.spin()
-    service.journal.close_gaps(service.store.now() + 1e6)
+    service.store.redis.zincrby(keys.GAPS, -1e6, f"t {client.run_id}")
+    service.journal.close_gaps()
     trainer.spin()
     assert client.states() == "ddfdfffdf"
     assert "seq 6 never arrived" in client.future(8).error
@@ -302,3 +304,221 @@ def test_a_result_that_can_not_be_stored_fails_and_voids(service, monkeypatch):
     assert client.states() == "dff"
     assert client.future(1).category == "server" and "No space left" in client.future(1).error
     assert "operation 1 failed" in client.future(2).error
+
+
+def test_a_step_whose_result_can_not_be_stored_is_undone_as_it_is_recorded(service, monkeypatch):
+    trainer, client, other = service.trainer(), service.client(), service.client()
+    for each in (client, other):
+        each.submit(forward_backward(seed=1))
+    trainer.spin()
+    before = bits(trainer.resident(client))
+    commit = service.journal.commit
+
+    def full(lease, operation, outcome, *, token):
+        if outcome.error is None and operation.request_id == f"{client.run_id}:2":
+            raise OSError(28, "No space left on device")
+        commit(lease, operation, outcome, token=token)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(service.journal, "commit", full)
+        for each in (client, other):
+            each.submit(OptimStep(learning_rate=0.1))
+        trainer.spin()
+    assert (client.states(), other.states()) == ("ddf", "ddd")
+    client.submit(forward_backward(seed=1, forward=True))
+    trainer.spin()
+    run = trainer.resident(client)
+    assert run.moments.step == 0 and run.gradient is None
+    assert bits(run)[: len(run.weights().parameters())] == before[: len(run.weights().parameters())]
+
+
+class Counting:
+    """Notes which operations' bodies are read, call by call."""
+
+    def __init__(self, journal) -> None:
+        self._journal = journal
+        self.calls: list[list[str]] = []
+
+    def __getattr__(self, name):
+        return getattr(self._journal, name)
+
+    def bodies(self, operations):
+        self.calls.append([operation.request_id for operation in operations])
+        return self._journal.bodies(operations)
+
+
+def test_bodies_are_read_once_and_for_all_of_a_pass_together(service):
+    trainer = service.trainer(token_budget=96)
+    clients = [service.client(tenant) for tenant in "ab"]
+    trainer.spin()
+    counting = trainer.engine._journal = Counting(service.journal)
+    for client in clients:
+        for number in range(3):
+            client.submit(forward_backward(lengths=[30, 10], seed=number))
+        client.submit(OptimStep())
+    passes = trainer.spin()
+    assert len(counting.calls) == passes
+    read = [name for call in counting.calls for name in call]
+    assert sorted(read) == sorted(f"{client.run_id}:{seq}" for client in clients for seq in range(1, 5))
+    assert not trainer.engine.turn()
+    assert len(counting.calls) == passes
+
+
+def test_a_backlog_of_large_bodies_hides_no_other_tenant(service):
+    trainer = service.trainer(token_budget=64)
+    crowd, visitor = [service.client("a") for _ in range(5)], service.client("b")
+    trainer.spin()
+    for client in crowd:
+        for number in range(3):
+            client.submit(forward_backward(lengths=[60], seed=number))
+    visitor.submit(forward_backward(lengths=[6], seed=1))
+    trainer.engine.turn()
+    trainer.engine.turn()
+    assert visitor.states() == "dd"
+
+
+def test_a_body_that_can_not_be_read_now_makes_its_run_wait_and_no_other(service):
+    trainer, client, other = service.trainer(doubt_s=0.001), service.client("a"), service.client("b")
+    trainer.spin()
+    client.submit(forward_backward(lengths=[90], seed=1))
+    [path] = [path for path in (service.store.settings.data_dir / "spool").rglob("*") if path.is_file()]
+    kept = path.read_bytes()
+    path.unlink()
+    path.mkdir()
+    other.submit(forward_backward(seed=1))
+    trainer.spin()
+    assert (client.states(), other.states()) == ("dp", "dd")
+    path.rmdir()
+    path.write_bytes(kept)
+    until(trainer, lambda: client.states() == "dd")
+
+
+def test_a_body_that_is_lost_fails_its_operation_and_the_run_goes_on(service):
+    trainer, client = service.trainer(), service.client()
+    trainer.spin()
+    client.submit(forward_backward(lengths=[90], seed=1))
+    [path] = [path for path in (service.store.settings.data_dir / "spool").rglob("*") if path.is_file()]
+    path.unlink()
+    for message in (OptimStep(), forward_backward(seed=1), OptimStep()):
+        client.submit(message)
+    trainer.spin()
+    assert client.states() == "dffdd"
+    assert client.future(1).category == "server" and "error id" in client.future(1).error
+
+
+class FaultyJournal(FlakyJournal):
+    """Commits nothing that succeeds for one run: the store refuses the command."""
+
+    def __init__(self, journal, run_id: str) -> None:
+        super().__init__(journal, failures=0, written=False)
+        self.run_id = run_id
+
+    def commit(self, lease, operation, outcome, *, token) -> None:
+        if operation.run_id == self.run_id and outcome.error is None:
+            raise StoreFault("the store could not carry out a command (error id 00)")
+        self._journal.commit(lease, operation, outcome, token=token)
+
+
+def test_a_command_that_the_store_can_not_carry_out_costs_its_run_alone_and_is_answered(service):
+    trainer, client, other = service.trainer(doubt_s=0.001), service.client("a"), service.client("b")
+    trainer.spin()
+    trainer.engine._journal = FaultyJournal(service.journal, client.run_id)
+    for each in (client, other):
+        each.submit(forward_backward(seed=1))
+        each.submit(OptimStep())
+    trainer.spin()
+    assert other.states() == "ddd"
+    until(trainer, lambda: client.states() == "dff")
+    assert client.future(1).category == "server" and "error id" in client.future(1).error
+    trainer.engine._journal = service.journal
+    for message in (forward_backward(seed=1), OptimStep()):
+        client.submit(message)
+    until(trainer, lambda: client.states() == "dffdd")
+
+
+class Killed(BaseException):
+    """The process is gone in the middle of a pass."""
+
+
+def deadly(trainer, guilty: str, seq: int) -> None:
+    """Let this trainer die of one operation."""
+    execute = trainer.device.execute
+
+    def run(works):
+        if any((work.run.run_id, work.seq_id) == (guilty, seq) for work in works):
+            raise Killed
+        return execute(works)
+
+    trainer.device.execute = run
+
+
+def serve_through_deaths(service, guilty: str, seq: int) -> int:
+    """Trainers, one after the other, until one has nothing left to do; returns how many died."""
+    for deaths in range(10):
+        trainer = service.trainer(token_budget=1000)
+        deadly(trainer, guilty, seq)
+        try:
+            trainer.spin()
+            return deaths
+        except Killed:
+            trainer.die()
+    raise AssertionError("it killed them all")
+
+
+def test_an_operation_that_kills_three_workers_fails_and_the_innocent_of_its_pass_do_not(service):
+    first = service.trainer(token_budget=1000)
+    clients = [service.client(tenant) for tenant in "aabc"]
+    first.spin()
+    first.engine.hand_back_all()
+    for number, client in enumerate(clients):
+        client.submit(forward_backward(seed=number))
+        client.submit(OptimStep())
+    guilty = clients[2]
+    assert serve_through_deaths(service, guilty.run_id, 1) == 3
+    assert [client.states() for client in clients] == ["ddd", "ddd", "dff", "ddd"]
+    future = guilty.future(1)
+    assert future.category == "server" and "died 3 times" in future.error
+    assert "operation 1 failed" in guilty.future(2).error
+    for message in (forward_backward(seed=1), OptimStep()):
+        guilty.submit(message)
+    service.trainer().spin()
+
+
+def test_deaths_at_different_operations_are_not_added_up(service):
+    client = service.client()
+    for seq in range(1, 7):
+        client.submit(forward_backward(seed=seq))
+    for seq in range(1, 7):
+        trainer = service.trainer()
+        deadly(trainer, client.run_id, seq)
+        with pytest.raises(Killed):
+            trainer.spin()
+        trainer.die()
+    service.trainer().spin()
+    assert client.states() == "ddddddd"
+
+
+def test_a_run_whose_owner_died_costs_one_more_trip_once(service):
+    client, first = service.client(), service.trainer()
+    first.spin()
+    first.die()
+    second = service.trainer()
+    for number in range(3):
+        client.submit(forward_backward(seed=number))
+    second.engine.turn()
+
+    def scripts() -> int:
+        return service.store.redis.info("commandstats")["cmdstat_evalsha"]["calls"]
+
+    before = scripts()
+    second.engine.turn()
+    assert client.states() == "dddp"
+    assert scripts() - before == 2
+
+
+def until(trainer, condition) -> None:
+    """Let the engine look again and again."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "it doesn't happen"
+        trainer.spin()

@@ -6,118 +6,178 @@ import pytest
 import torch
 
 from openrl.tasks.losses import LOSSES as SERVED
-from openrl.workers.trainer.losses import LOSSES, cross_entropy, importance_sampling, merge, ppo
+from openrl.workers.trainer.losses import LOSSES, Loss, compute, merge
+from tests import plain
+
+CLIPPED = ["ppo", "cispo", "gspo"]
+RATIO = [name for name in SERVED if name != "cross_entropy"]
+LENGTHS = [7, 12, 1]
 
 
-def tensors(count: int = 12, *, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def tensors(count: int = sum(LENGTHS), *, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     draw = torch.Generator().manual_seed(seed)
     logprobs = -torch.rand(count, generator=draw) * 3
     inputs = {
         "logprobs": logprobs + torch.randn(count, generator=draw) * 0.5,
         "advantages": torch.randn(count, generator=draw),
         "weights": torch.randn(count, generator=draw),
+        "sequence_ratio_mask": (torch.rand(count, generator=draw) > 0.3).float(),
     }
+    inputs["sequence_ratio_mask"][-1] = 1.0
     return logprobs.requires_grad_(), inputs
+
+
+def one(name: str, lp: float, q: float, advantage: float, **config: float) -> tuple[Loss, torch.Tensor]:
+    """The loss of one token, and its log-probability."""
+    logprobs = torch.tensor([lp], requires_grad=True)
+    inputs = {"logprobs": torch.tensor([q]), "advantages": torch.tensor([advantage])}
+    inputs["sequence_ratio_mask"] = torch.ones(1)
+    return compute(name, logprobs, inputs, config, [1]), logprobs
 
 
 def gradient(loss: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
     return torch.autograd.grad(loss, logprobs)[0]
 
 
-def test_cross_entropy_is_the_weighted_token_sum_for_weights_of_any_sign():
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [(name, {}) for name in SERVED]
+    + [(name, {"clip_low_threshold": 0.97, "clip_high_threshold": 1.01}) for name in CLIPPED]
+    + [
+        ("cispo", {"clip_low_threshold": 0.0, "clip_high_threshold": 5.0}),
+        ("dro", {"beta": 0.7}),
+        ("dro", {"beta": 0}),
+    ],
+)
+def test_every_loss_is_its_formula_in_value_and_gradient(name, config):
     logprobs, inputs = tensors()
-    loss = cross_entropy(logprobs, inputs, {})
-    assert loss.total.item() == pytest.approx(-(logprobs.detach() * inputs["weights"]).double().sum().item(), rel=1e-6)
-    torch.testing.assert_close(gradient(loss.total, logprobs), -inputs["weights"])
+    loss = compute(name, logprobs, inputs, config, LENGTHS)
+    parts = [{key: value.split(LENGTHS)[n] for key, value in inputs.items()} for n in range(len(LENGTHS))]
+    expected = sum(
+        plain.loss(name, part, its, **config) for part, its in zip(logprobs.split(LENGTHS), parts, strict=True)
+    )
+    assert loss.total.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(gradient(loss.total, logprobs), gradient(expected, logprobs), rtol=1e-5, atol=1e-6)
+
+
+def test_cross_entropy_takes_weights_of_any_sign_and_k_targets_a_position():
+    logprobs = (-torch.rand(5, 3)).requires_grad_()
+    weights = torch.randn(5, 3)
+    total = compute("cross_entropy", logprobs, {"weights": weights}, {}, [5]).total
+    assert total.item() == pytest.approx(-(logprobs * weights).sum().item(), rel=1e-6)
+    torch.testing.assert_close(gradient(total, logprobs), -weights)
 
 
 def test_cross_entropy_without_weights_counts_every_token_once():
     logprobs, _ = tensors()
-    assert cross_entropy(logprobs, {}, {}).total.item() == pytest.approx(-logprobs.sum().item())
-
-
-def test_cross_entropy_takes_k_targets_a_position():
-    logprobs = -torch.rand(5, 3)
-    weights = torch.randn(5, 3)
-    total = cross_entropy(logprobs, {"weights": weights}, {}).total
-    assert total.item() == pytest.approx(-(logprobs * weights).sum().item(), rel=1e-6)
-
-
-def test_importance_sampling_uses_the_callers_logprobs_and_neither_clips_nor_adds_kl():
-    logprobs, inputs = tensors()
-    ratio = (logprobs.detach() - inputs["logprobs"]).exp()
-    loss = importance_sampling(logprobs, inputs, {})
-    assert loss.total.item() == pytest.approx(-(ratio * inputs["advantages"]).double().sum().item(), rel=1e-6)
-    torch.testing.assert_close(gradient(loss.total, logprobs), -ratio * inputs["advantages"], rtol=1e-5, atol=1e-6)
+    loss = compute("cross_entropy", logprobs, {}, {}, LENGTHS)
+    assert loss.total.item() == pytest.approx(-logprobs.sum().item())
+    assert loss.numbers()["active_tokens:sum"] == len(logprobs)
 
 
 def test_importance_sampling_sees_a_shift_of_one_logprob_as_that_ratio():
-    logprobs = torch.tensor([-1.0], requires_grad=True)
-    inputs = {"logprobs": torch.tensor([-0.5]), "advantages": torch.tensor([1.0])}
-    loss = importance_sampling(logprobs, inputs, {})
+    loss, logprobs = one("importance_sampling", -1.0, -0.5, 1.0)
     assert gradient(loss.total, logprobs).item() == pytest.approx(-math.exp(-0.5), rel=1e-6)
 
 
-@pytest.mark.parametrize("config", [{}, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}])
-def test_ppo_is_the_minimum_of_the_plain_and_the_clipped_gain(config):
-    logprobs, inputs = tensors(200)
-    low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
-    ratio = (logprobs.detach() - inputs["logprobs"]).exp().requires_grad_()
-    dense = -torch.min(ratio * inputs["advantages"], ratio.clamp(low, high) * inputs["advantages"]).sum()
-    loss = ppo(logprobs, inputs, config)
-    assert loss.total.item() == pytest.approx(dense.item(), rel=1e-6)
-    torch.testing.assert_close(
-        gradient(loss.total, logprobs), torch.autograd.grad(dense, ratio)[0] * ratio.detach(), rtol=1e-5, atol=1e-6
-    )
-    outside = (ratio < low) & (inputs["advantages"] < 0) | (ratio > high) & (inputs["advantages"] > 0)
-    assert loss.metrics["clipped_tokens:sum"] == int(outside.sum())
+def test_cispo_keeps_a_gradient_where_ppo_has_none():
+    for name, expected in (("ppo", 0.0), ("cispo", -1.2)):
+        loss, logprobs = one(name, -1.0, -2.0, 1.0)
+        assert gradient(loss.total, logprobs).item() == pytest.approx(expected)
+        assert loss.numbers()["clipped_tokens:sum"] == 1
 
 
-def test_ppo_clips_a_ratio_beyond_float32_to_its_bound_with_no_gradient():
-    logprobs = torch.tensor([-1.0], requires_grad=True)
-    loss = ppo(logprobs, {"logprobs": torch.tensor([-500.0]), "advantages": torch.tensor([2.0])}, {})
-    assert loss.total.item() == pytest.approx(-2.4)
-    assert gradient(loss.total, logprobs).item() == 0.0
-    assert all(math.isfinite(value) for value in loss.metrics.values())
+def test_the_penalty_of_dro_counts_also_where_the_advantage_is_zero():
+    loss, logprobs = one("dro", -1.0, -3.0, 0.0)
+    assert loss.total.item() == pytest.approx(0.5 * 0.05 * 4)
+    assert gradient(loss.total, logprobs).item() == pytest.approx(0.05 * 2)
+    assert loss.numbers()["active_tokens:sum"] == 1
 
 
-@pytest.mark.parametrize("name", ["importance_sampling", "ppo"])
-def test_a_ratio_that_overflows_and_counts_makes_the_loss_infinite_rather_than_zero(name):
-    inputs = {"logprobs": torch.tensor([-500.0]), "advantages": torch.tensor([-2.0])}
-    assert math.isinf(LOSSES[name](torch.tensor([-1.0]), inputs, {}).total.item())
+def test_a_sequence_of_gspo_has_the_geometric_mean_of_its_own_masked_tokens():
+    logprobs = torch.tensor([-1.0, -2.0, -9.0, -4.0])
+    inputs = {
+        "logprobs": torch.tensor([-1.1, -1.8, 0.0, -4.5]),
+        "advantages": torch.tensor([1.0, 0.0, 0.0, 1.0]),
+        "sequence_ratio_mask": torch.tensor([1.0, -3.0, 0.0, 1.0]),
+    }
+    loss = compute("gspo", logprobs, inputs, {"clip_high_threshold": 9.0}, [3, 1])
+    assert (-loss.per_token).tolist() == pytest.approx([math.exp(-0.05), 0, 0, math.exp(0.5)], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", ["importance_sampling", "ppo"])
+@pytest.mark.parametrize("name", ["ppo", "cispo", "gspo"])
+def test_a_ratio_beyond_float32_is_clipped_to_its_bound(name):
+    loss, logprobs = one(name, -1.0, -500.0, 2.0)
+    expected = 1.2 if name == "cispo" else -1.2
+    assert loss.total.item() == pytest.approx(2 * expected)
+    assert gradient(loss.total, logprobs).item() == pytest.approx(-2.4 if name == "cispo" else 0.0)
+    assert all(math.isfinite(value) for value in loss.numbers().values())
+
+
+@pytest.mark.parametrize(("name", "advantage"), [("importance_sampling", 2.0), ("ppo", -2.0), ("gspo", -2.0)])
+def test_a_ratio_that_overflows_and_counts_makes_the_loss_infinite_rather_than_zero(name, advantage):
+    loss, _ = one(name, -1.0, -500.0, advantage)
+    assert math.isinf(loss.total.item())
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo"])
 def test_a_masked_position_adds_nothing_whatever_its_ratio(name):
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     inputs = {"logprobs": torch.tensor([-500.0, -2.0]), "advantages": torch.tensor([0.0, 1.0])}
-    loss = LOSSES[name](logprobs, inputs, {})
-    assert loss.total.item() == pytest.approx(-1.0)
+    inputs["sequence_ratio_mask"] = inputs["advantages"]
+    loss = compute(name, logprobs, inputs, {}, [2])
+    assert loss.per_token[0].item() == 0.0
     assert gradient(loss.total, logprobs).tolist() == [0.0, -1.0]
-    assert loss.metrics["active_tokens:sum"] == 1
-    assert loss.metrics["ratio:max"] == 1.0
+    numbers = loss.numbers()
+    assert numbers["tokens:sum"] == 2 and numbers["active_tokens:sum"] == 1
+    assert numbers["ratio:min"] == numbers["ratio:max"] == 1.0
 
 
-def test_a_batch_without_any_counted_token_has_finite_metrics():
-    zeros = torch.zeros(3)
-    metrics = ppo(zeros - 1, {"logprobs": zeros, "advantages": zeros}, {}).metrics
-    assert metrics["ratio:min"] == metrics["ratio:max"] == 1.0
-    assert metrics["ratio:sum"] == metrics["kl:sum"] == 0.0
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo"])
+def test_a_batch_without_any_counted_token_has_finite_metrics_and_no_gradient(name):
+    logprobs, zeros = torch.full((3,), -1.0, requires_grad=True), torch.zeros(3)
+    inputs = {"logprobs": zeros, "advantages": zeros, "sequence_ratio_mask": zeros}
+    loss = compute(name, logprobs, inputs, {}, [2, 1])
+    numbers = loss.numbers()
+    assert numbers["ratio:min"] == numbers["ratio:max"] == 1.0
+    assert numbers["ratio:sum"] == numbers["kl:sum"] == numbers["active_tokens:sum"] == 0.0
+    assert gradient(loss.total, logprobs).tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", RATIO)
+def test_the_metrics_of_a_ratio_loss_are_sums_and_extremes_over_the_tokens_that_count(name):
+    logprobs, inputs = tensors()
+    inputs["advantages"][:4] = 0.0
+    numbers = compute(name, logprobs, inputs, {}, LENGTHS).numbers()
+    counted = slice(0 if name == "dro" else 4, None)
+    log_ratio = (logprobs.detach() - inputs["logprobs"])[counted].double()
+    assert numbers["active_tokens:sum"] == len(log_ratio)
+    assert numbers["kl:sum"] == pytest.approx(-log_ratio.sum().item(), rel=1e-5)
+    if name != "gspo":
+        assert numbers["ratio:sum"] == pytest.approx(log_ratio.exp().sum().item(), rel=1e-5)
+        assert numbers["ratio:min"] == pytest.approx(min(1, log_ratio.exp().min().item()), rel=1e-5)
+        assert numbers["ratio:max"] == pytest.approx(max(1, log_ratio.exp().max().item()), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_clipped_tokens_are_those_without_a_gradient(name):
+    logprobs, inputs = tensors(200)
+    config = {"clip_low_threshold": 0.99, "clip_high_threshold": 1.01}
+    loss = compute(name, logprobs, inputs, config, [50, 150])
+    stopped = gradient(loss.total, logprobs) == 0
+    assert loss.numbers()["clipped_tokens:sum"] == int(stopped.sum()) > 0
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_the_pieces_of_a_batch_add_up_to_the_whole(name):
-    logprobs, inputs = tensors(20)
-    whole = LOSSES[name](logprobs, inputs, {})
-    total, metrics = 0.0, {}
-    for part in (slice(0, 3), slice(3, 11), slice(11, 20)):
-        piece = LOSSES[name](logprobs[part], {key: value[part] for key, value in inputs.items()}, {})
-        total += piece.total.item()
-        merge(metrics, piece.metrics)
-    assert total == pytest.approx(whole.total.item(), rel=1e-12)
-    assert metrics == pytest.approx(whole.metrics, rel=1e-12)
-    assert all(key.rpartition(":")[2] in {"sum", "min", "max"} for key in metrics)
+    logprobs, inputs = tensors()
+    whole, metrics = compute(name, logprobs, inputs, {}, LENGTHS).numbers(), {}
+    for n, length in enumerate(LENGTHS):
+        part = {key: value.split(LENGTHS)[n] for key, value in inputs.items()}
+        merge(metrics, compute(name, logprobs.split(LENGTHS)[n], part, {}, [length]).numbers())
+    assert metrics == pytest.approx(whole, rel=1e-12)
+    assert all(key.rpartition(":")[2] in {"sum", "min", "max"} and key.count(":") == 1 for key in metrics)
 
 
 def test_every_loss_that_is_served_is_computed_here():
-    assert set(LOSSES) == set(SERVED)
+    assert set(LOSSES) == set(SERVED) == set(plain.LOSSES)

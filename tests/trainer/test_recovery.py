@@ -1,8 +1,11 @@
 """A run that another trainer takes over has the same bits, whatever moment the first one died in."""
 
+import time
+
 import pytest
 
-from openrl.tasks.errors import StaleOwner
+from openrl.tasks import keys
+from openrl.tasks.errors import StaleOwner, StoreUnavailable
 from openrl.tasks.messages import LoadWeights, OptimStep, SaveWeights
 from openrl.workers.trainer.work import Work
 from tests.trainer.bench import forward_backward
@@ -129,7 +132,7 @@ def test_a_snapshot_follows_a_step_when_enough_has_built_up_and_trims_the_journa
     trainer.spin()
     directory, applied = service.journal.snapshot("t", client.run_id)
     assert applied == 4
-    history = service.journal.history("t", client.run_id, after=-1, upto=6)
+    history = list(service.journal.history("t", client.run_id, after=-1, upto=6))
     assert [bool(operation.body) for operation in history] == [False] * 5 + [True] * 2
     for number in range(3):
         client.submit(forward_backward(seed=number))
@@ -209,6 +212,106 @@ def test_a_snapshot_by_a_stale_owner_does_not_count(service):
         first.recovery.snapshot(run, first.lease)
     assert service.journal.snapshot("t", client.run_id) is None
     assert not list(service.store.settings.data_dir.rglob("*.safetensors"))
+
+
+class Unsure:
+    """Registers a snapshot, and the answer is lost."""
+
+    def __init__(self, journal) -> None:
+        self._journal = journal
+
+    def __getattr__(self, name):
+        return getattr(self._journal, name)
+
+    def record_snapshot(self, *args) -> None:
+        self._journal.record_snapshot(*args)
+        raise StoreUnavailable("the store does not answer")
+
+
+def test_a_snapshot_whose_registration_was_not_answered_stays_and_gives_the_run_back(service):
+    client, trainer = service.client(), service.trainer()
+    client.submit(forward_backward(seed=1))
+    client.submit(OptimStep(learning_rate=0.01))
+    trainer.spin()
+    before = bits(trainer.resident(client))
+    trainer.recovery._journal = Unsure(service.journal)
+    with pytest.raises(StoreUnavailable):
+        trainer.recovery.snapshot(trainer.resident(client), trainer.lease)
+    trainer.die()
+    second = service.trainer()
+    client.submit(forward_backward(seed=1, forward=True))
+    second.spin()
+    assert client.states() == "dddd"
+    assert bits(second.resident(client)) == before
+
+
+def test_a_snapshot_that_was_not_answered_is_found_by_the_second_try(service):
+    client, trainer = service.client(), service.trainer()
+    client.submit(forward_backward(seed=1))
+    trainer.spin()
+    run, journal = trainer.resident(client), trainer.recovery._journal
+    trainer.recovery._journal = Unsure(service.journal)
+    with pytest.raises(StoreUnavailable):
+        trainer.recovery.snapshot(run, trainer.lease)
+    trainer.recovery._journal = journal
+    directory, _ = service.journal.snapshot("t", client.run_id)
+    written = (service.store.settings.data_dir / directory / "manifest.json").stat().st_mtime_ns
+    trainer.recovery.snapshot(run, trainer.lease)
+    assert not run.changed
+    assert service.journal.snapshot("t", client.run_id) == (directory, 1)
+    assert (service.store.settings.data_dir / directory / "manifest.json").stat().st_mtime_ns == written
+
+
+def test_a_run_of_nothing_but_forwards_is_trimmed_without_writing_it_again(service):
+    client, trainer = service.client(), service.trainer(snapshot_operations=4)
+    for number in range(11):
+        client.submit(forward_backward(seed=number, forward=True))
+    trainer.spin()
+    directory, applied = service.journal.snapshot("t", client.run_id)
+    assert applied >= 8
+    assert service.store.redis.hlen(keys.bodies("t", client.run_id)) == 11 - applied
+    assert len(list(service.store.settings.data_dir.rglob("manifest.json"))) == 1
+    before = bits(trainer.resident(client))
+    trainer.die()
+    second = service.trainer()
+    client.submit(forward_backward(seed=1, forward=True))
+    second.spin()
+    assert bits(second.resident(client)) == before
+    assert (service.store.settings.data_dir / directory).exists()
+
+
+def spoil_body(service, client) -> None:
+    service.store.redis.hset(keys.bodies(client.tenant, client.run_id), "1", b"=\xff\xff")
+
+
+def spoil_manifest(service, client) -> None:
+    directory, _ = service.journal.snapshot(client.tenant, client.run_id)
+    path = service.store.settings.data_dir / directory / "manifest.json"
+    path.write_text(path.read_text().replace('"void"', '"avoid"'))
+
+
+@pytest.mark.parametrize("spoil", [spoil_body, spoil_manifest])
+def test_whatever_keeps_a_run_from_being_rebuilt_others_go_on_and_its_client_gets_an_answer(service, spoil):
+    broken, other, trainer = service.client("a"), service.client("b"), service.trainer()
+    for client in (broken, other):
+        client.submit(forward_backward(seed=1))
+    trainer.spin()
+    if spoil is spoil_manifest:
+        trainer.engine.hand_back_all()
+    trainer.die()
+    spoil(service, broken)
+    second = service.trainer(doubt_s=0.001)
+    for client in (broken, other):
+        client.submit(OptimStep())
+    second.spin()
+    assert (broken.states(), other.states()) == ("ddp", "ddd")
+    deadline = time.monotonic() + 10
+    while broken.states() == "ddp" and time.monotonic() < deadline:
+        second.spin()
+    future = broken.future(2)
+    assert (future.state, future.category) == ("failed", "server")
+    assert "error id" in future.error and "KeyError" not in future.error
+    assert service.registry.run("a", broken.run_id).applied == 2
 
 
 def test_a_body_that_is_lost_is_never_skipped_in_silence(service):

@@ -53,6 +53,11 @@ class Piece:
     """The loss's other inputs, shaped as the targets."""
 
     @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return [span.stop - span.start for span in self.spans]
+
+    @property
     def start(self) -> int:
         """First token on the packed axis."""
         return self.spans[0].start

@@ -14,7 +14,7 @@ from typing import Any
 
 from openrl.tasks.errors import InvalidRequest, NotFound
 from openrl.tasks.journal import Outcome
-from openrl.tasks.messages import CreateModel, LoadWeights, SaveWeights, SaveWeightsForSampler
+from openrl.tasks.messages import CreateModel, LoadWeights, SaveWeights, SaveWeightsExternal, SaveWeightsForSampler
 from openrl.tasks.registry import Checkpoint, Registry, Sampler, checkpoint_row, sampler_row
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.lora import Adapter
@@ -92,6 +92,16 @@ class Checkpoints:
             return self._save_ephemeral(run, message, seq_id)
         return self._save_named(run, message, seq_id)
 
+    def save_external(self, run: Run, message: SaveWeightsExternal, seq_id: int) -> Outcome:
+        """Write the adapter alone, as the files that stock PEFT reads, under a name that isn't taken."""
+        checkpoint_id = f"external_weights/{message.name}"
+        self._check_free(run, checkpoint_id, overwrite=False)
+        directory = layout.external_dir(run.tenant, run.run_id, message.name, version(run.token, seq_id))
+        written = self._write(directory, run, states.EXTERNAL)
+        checkpoint = self._checkpoint(run, checkpoint_id, directory, written, message)
+        result = {"type": "save_weights_external", "path": checkpoint.uri, "size_bytes": checkpoint.size_bytes}
+        return Outcome(result=_json(result), rows=(checkpoint_row(run.tenant, checkpoint),))
+
     def _save_named(self, run: Run, message: SaveWeightsForSampler, seq_id: int) -> Outcome:
         checkpoint_id = f"sampler_weights/{message.name}"
         self._check_free(run, checkpoint_id, overwrite=message.overwrite)
@@ -113,6 +123,7 @@ class Checkpoints:
             adapter_dir=directory,
             run_id=run.run_id,
             created=time.time(),
+            base_digest=self._loaded.digest,
         )
         result = {"type": "save_weights_for_sampler", "sampling_session_id": message.sampler_id}
         return Outcome(result=_json(result), rows=sampler_row(run.tenant, sampler))
@@ -136,7 +147,7 @@ class Checkpoints:
 
     def _write(self, directory: str, run: Run, kind: str) -> Manifest:
         path = layout.resolve(self._data_dir, directory)
-        return states.write(path, run, kind=kind, base_model=self._base_model)
+        return states.write(path, run, kind=kind, base_model=self._base_model, base_digest=self._loaded.digest)
 
     def _adopt(self, run: Run, state: states.State) -> None:
         run.adapter = state.adapter
@@ -151,7 +162,9 @@ class Checkpoints:
         except NotFound:
             return
         if not overwrite:
-            raise InvalidRequest(f"{taken.uri!r} exists already; save with overwrite=True or choose another name")
+            raise InvalidRequest(
+                f"{taken.uri!r} exists already; choose another name, or overwrite=True where the save takes it"
+            )
 
     def _checkpoint(
         self,
@@ -159,7 +172,7 @@ class Checkpoints:
         checkpoint_id: str,
         directory: str,
         written: Manifest,
-        message: SaveWeights | SaveWeightsForSampler,
+        message: SaveWeights | SaveWeightsForSampler | SaveWeightsExternal,
     ) -> Checkpoint:
         now = time.time()
         return Checkpoint(
@@ -178,6 +191,7 @@ class Checkpoints:
             has_optimizer=written.has_optimizer,
             expires_at=None if message.ttl_seconds is None else now + message.ttl_seconds,
             user_metadata=dict(message.user_metadata),
+            base_digest=self._loaded.digest,
         )
 
 

@@ -30,23 +30,27 @@ from openrl.tasks.messages import (
     LoadWeights,
     OptimStep,
     SaveWeights,
+    SaveWeightsExternal,
     SaveWeightsForSampler,
 )
+from openrl.tasks.operations import PROTOBUF
 from openrl.tasks.wire import codec
 from openrl.workers.model.attention import hidden_states, packed, positions
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.logprobs import target_logprobs
 from openrl.workers.model.lora import Segment, routing
+from openrl.workers.model.threads import Threads
 from openrl.workers.trainer.batch import Load, MicroBatch, Piece, micro_batches
 from openrl.workers.trainer.checkpoints import Checkpoints
-from openrl.workers.trainer.losses import LOSSES, merge
+from openrl.workers.trainer.losses import compute, merge
 from openrl.workers.trainer.optimizer import is_finite
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.work import Work, failed
 
 log = logging.getLogger(__name__)
 
-PROTOBUF = "application/x-protobuf"
+STEP_FLOPS = 20
+"""Multiplications and additions of AdamW for one parameter, about."""
 
 Gradients = dict[Run, list[Tensor]]
 
@@ -58,6 +62,8 @@ class Device:
         self._loaded = loaded
         self._checkpoints = checkpoints
         self._token_budget = token_budget
+        self._threads = Threads()
+        self._flops_per_token = loaded.flops_per_token
 
     def execute(self, works: Sequence[Work]) -> list[Outcome]:
         """Carry out the operations, in order for each run; neighbouring forwards go together.
@@ -91,11 +97,14 @@ class Device:
             return self._checkpoints.create(run, message)
         run.weights()
         if isinstance(message, OptimStep):
+            self._threads.fit(STEP_FLOPS * sum(tensor.numel() for tensor in run.weights().parameters()))
             return Outcome(result=json.dumps({"type": "optim_step", "metrics": run.step(message)}).encode())
         if isinstance(message, SaveWeights):
             return self._checkpoints.save(run, message, work.seq_id)
         if isinstance(message, SaveWeightsForSampler):
             return self._checkpoints.save_for_sampler(run, message, work.seq_id)
+        if isinstance(message, SaveWeightsExternal):
+            return self._checkpoints.save_external(run, message, work.seq_id)
         if isinstance(message, LoadWeights):
             return self._checkpoints.load(run, message)
         raise InvalidRequest(f"a trainer doesn't carry out {work.kind!r}")
@@ -124,6 +133,7 @@ class Device:
             chosen = [share for share in shares if share.trains is trains]
             loads = [Load(owner=share.run, data=share.message.data) for share in chosen]
             for batch in micro_batches(loads, token_budget=self._token_budget, device=self._loaded.device):
+                self._threads.fit((1 + trains) * self._flops_per_token * sum(batch.lengths))
                 with torch.set_grad_enabled(trains):
                     losses = self._losses(batch, chosen)
                 if trains and losses:
@@ -216,19 +226,19 @@ class _Share:
         """Take in the results of one piece; return its loss, None if this operation has failed."""
         if self.error:
             return None
-        loss = LOSSES[self.message.loss_fn](logprobs, piece.inputs, self.message.loss_fn_config)
+        message = self.message
+        loss = compute(message.loss_fn, logprobs, piece.inputs, message.loss_fn_config, piece.lengths)
         values = logprobs.detach()
         self.error = _not_finite("log-probability", values, piece, values) or _not_finite(
             "loss", loss.per_token.detach(), piece, values
         )
         if self.error:
             return None
-        total = loss.total
-        merge(self.metrics, {"loss:sum": total.item(), **loss.metrics})
+        merge(self.metrics, loss.numbers())
         array = values.cpu().numpy()
         for span in piece.spans:
             self.logprobs[span.datum] = array[span.start - piece.start : span.stop - piece.start]
-        return total
+        return loss.total
 
     def outcome(self) -> Outcome:
         if self.error:

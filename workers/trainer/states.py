@@ -31,7 +31,10 @@ from openrl.workers.weights.manifest import Manifest
 
 TRAINING = "training"
 SAMPLER = "sampler"
+EXTERNAL = "external"
 SNAPSHOT = "snapshot"
+
+_WITH_OPTIMIZER = (TRAINING, SNAPSHOT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,9 @@ class State:
     gradient: list[Tensor] | None
 
 
-def write(final: Path, run: Run, *, kind: str, base_model: str, extra: dict[str, Any] | None = None) -> Manifest:
+def write(
+    final: Path, run: Run, *, kind: str, base_model: str, base_digest: str, extra: dict[str, Any] | None = None
+) -> Manifest:
     """Write `run` as the directory `final`, durable when this returns; after an error nothing is there.
 
     A directory of that name can only be one that was never registered, and is replaced.
@@ -54,11 +59,12 @@ def write(final: Path, run: Run, *, kind: str, base_model: str, extra: dict[str,
     staged = layout.staging(final)
     try:
         save_adapter(staged, adapter, base_model)
-        if kind != SAMPLER and run.moments.step:
+        if kind in _WITH_OPTIMIZER and run.moments.step:
             save_tensors(staged / OPTIMIZER_FILE, _named_moments(adapter, run.moments))
         if kind == SNAPSHOT and run.gradient is not None:
             save_tensors(staged / GRADIENTS_FILE, dict(zip(_names(adapter), run.gradient, strict=True)))
-        complete = manifest.write(staged, _manifest(run, adapter, kind=kind, base_model=base_model, extra=extra))
+        described = _manifest(run, adapter, kind=kind, base_model=base_model, base_digest=base_digest, extra=extra)
+        complete = manifest.write(staged, described)
         layout.publish(staged, final)
     except BaseException:
         layout.remove(staged)
@@ -75,6 +81,8 @@ def read(directory: Path, loaded: LoadedModel, *, base_model: str, with_optimize
     found = manifest.verify(directory)
     if found.base_model != base_model:
         raise InvalidRequest(f"the checkpoint is of base model {found.base_model!r}, this run is of {base_model!r}")
+    if found.base_digest and loaded.digest and found.base_digest != loaded.digest:
+        raise InvalidRequest(f"the checkpoint was made on other weights than those served as {base_model!r}")
     if with_optimizer and not found.has_optimizer:
         raise InvalidRequest("the checkpoint holds no optimizer state; load its weights alone")
     adapter = load_adapter(directory, loaded, trainable=True)
@@ -88,10 +96,13 @@ def read(directory: Path, loaded: LoadedModel, *, base_model: str, with_optimize
     return State(manifest=found, adapter=adapter, moments=moments, gradient=gradient)
 
 
-def _manifest(run: Run, adapter: Adapter, *, kind: str, base_model: str, extra: dict[str, Any] | None) -> Manifest:
+def _manifest(
+    run: Run, adapter: Adapter, *, kind: str, base_model: str, base_digest: str, extra: dict[str, Any] | None
+) -> Manifest:
     return Manifest(
         kind=kind,
         base_model=base_model,
+        base_digest=base_digest,
         rank=adapter.rank,
         alpha=adapter.alpha,
         targets=adapter.targets,
@@ -100,7 +111,7 @@ def _manifest(run: Run, adapter: Adapter, *, kind: str, base_model: str, extra: 
         train_unembed=run.train_unembed,
         step=run.moments.step,
         seed=run.seed,
-        has_optimizer=kind != SAMPLER,
+        has_optimizer=kind in _WITH_OPTIMIZER,
         extra=extra or {},
     )
 
