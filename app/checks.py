@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
-from reprlib import repr as shown
 from typing import Protocol
 
 import numpy as np
 
-from openrl.tasks.errors import InvalidRequest
-from openrl.tasks.losses import LOSSES, InputSpec, LossSpec
+from openrl.tasks.errors import InvalidRequest, shown
+from openrl.tasks.keys import NAME_RULE, is_name
+from openrl.tasks.losses import INSTEAD, LOSSES, SEQUENCE_MASK, InputSpec, LossSpec
 from openrl.tasks.messages import CreateModel, OptimStep, Sample
 from openrl.tasks.wire.codec import Datum, LossCall
 
@@ -32,8 +31,12 @@ MAX_STOPS = 64
 MAX_TOPK = 1024
 """Candidates returned for each position; a result grows by 8 bytes for each."""
 
-NAME_RULE = "1 to 128 of A-Z a-z 0-9 . _ -, beginning with a letter or digit, without '..'"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+MAX_PROMPT_CELLS = 1 << 20
+"""Numbers of one kind that are returned for all positions of a prompt."""
+
+
+MAX_SAMPLE_CELLS = 1 << 22
+"""Tokens and candidates that one request may draw; a result has 8 bytes for each."""
 
 
 class Limits(Protocol):
@@ -53,7 +56,8 @@ def check_forward_backward(call: LossCall, model: Limits) -> None:
     """Check loss, settings and every datum of a forward_backward or forward."""
     spec = LOSSES.get(call.loss_fn)
     if spec is None:
-        raise InvalidRequest(f"loss_fn {shown(call.loss_fn)} is not served; served are {', '.join(LOSSES)}")
+        advice = INSTEAD.get(call.loss_fn, f"served are {', '.join(LOSSES)}")
+        raise InvalidRequest(f"loss_fn {shown(call.loss_fn)} is not served; {advice}")
     _check_settings(call.loss_fn, spec, call.loss_fn_config)
     if not call.data:
         raise InvalidRequest("data is empty; send at least one datum")
@@ -82,6 +86,11 @@ def _check_datum(where: str, datum: Datum, loss_fn: str, spec: LossSpec, model: 
             f"{where}.model_input has {num_tokens} tokens; the model's context holds {model.max_context}"
         )
     for name in datum.inputs:
+        if name in spec.config:
+            raise InvalidRequest(
+                f"{where}.loss_fn_inputs[{name!r}] is a setting of {loss_fn}, not an input: "
+                f"send loss_fn_config[{name!r}], one number for the whole call"
+            )
         if name not in spec.inputs:
             raise InvalidRequest(
                 f"{where}.loss_fn_inputs[{shown(name)}] is no input of {loss_fn}; it takes {', '.join(spec.inputs)}"
@@ -131,6 +140,18 @@ def _check_values(data: Sequence[Datum], spec: LossSpec, model: Limits) -> None:
             _refuse_where(outside, f"loss_fn_inputs[{name!r}]", arrays, vocabulary)
         else:
             _refuse_where(_not_finite, f"loss_fn_inputs[{name!r}]", arrays, "it must be finite")
+    if SEQUENCE_MASK in spec.inputs:
+        _check_masks(data)
+
+
+def _check_masks(data: Sequence[Datum]) -> None:
+    """Refuse a sequence that has something to learn and no token to make its ratio of."""
+    for index, datum in enumerate(data):
+        if datum.inputs["advantages"].any() and not datum.inputs[SEQUENCE_MASK].any():
+            raise InvalidRequest(
+                f"data[{index}].loss_fn_inputs[{SEQUENCE_MASK!r}] is 0 everywhere; "
+                "mark the sampled tokens with 1, or set all advantages to 0"
+            )
 
 
 def _not_finite(numbers: np.ndarray) -> np.ndarray:
@@ -179,8 +200,8 @@ def check_optim_step(message: OptimStep) -> None:
 
 
 def check_name(name: str, field: str = "path") -> None:
-    """Check a checkpoint's bare name: it becomes a part of a URI and of a directory."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or ".." in name:
+    """Check a checkpoint's bare name."""
+    if not is_name(name):
         raise InvalidRequest(f"{field} {shown(name)} is no valid name; it must be {NAME_RULE}")
 
 
@@ -205,8 +226,16 @@ def check_sample(message: Sample, model: Limits, max_samples: int = MAX_SAMPLES)
     _check_seed("sampling_params.seed", message.seed)
     _check_distribution(message)
     _check_stops(message, model)
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         _check_whole(name, getattr(message, name), 0, min(MAX_TOPK, model.vocab_size))
+    _check_size(message, model)
+    for name in ("topk_prompt_logprobs", "prompt_alt_tokens_k"):
+        _check_cells(name, getattr(message, name), len(message.prompt))
+    _check_targets(message, model)
+    if message.prompt_logprobs_last_n is not None:
+        _check_whole("prompt_logprobs_last_n", message.prompt_logprobs_last_n, 1, len(message.prompt) - 1)
+        if not message.prompt_logprobs:
+            raise InvalidRequest("prompt_logprobs_last_n is a part of the prompt's logprobs; set prompt_logprobs too")
 
 
 def parse_stop(value: object) -> tuple[tuple[int, ...], tuple[str, ...], bool]:
@@ -236,8 +265,22 @@ def _check_room(prompt_length: int, max_tokens: int | None, model: Limits) -> No
     wanted = 1 if max_tokens is None else max_tokens
     if prompt_length + wanted > model.max_context:
         raise InvalidRequest(
-            f"prompt has {prompt_length} tokens and sampling_params.max_tokens asks for {wanted}, "
-            f"{prompt_length + wanted} together; the model's context holds {model.max_context}"
+            f"sampling_params.max_tokens is {'absent' if max_tokens is None else max_tokens}; a prompt of "
+            f"{prompt_length} tokens leaves room for {max(0, model.max_context - prompt_length)}, as the model's "
+            f"context holds {model.max_context}"
+        )
+
+
+def _check_size(message: Sample, model: Limits) -> None:
+    """Bound what a request may draw; without max_tokens that is all the context leaves."""
+    tokens = model.max_context - len(message.prompt) if message.max_tokens is None else message.max_tokens
+    cells = message.num_samples * tokens * (1 + message.topk_sample_logprobs)
+    if cells > MAX_SAMPLE_CELLS:
+        absent = " (absent: all that the context leaves)" if message.max_tokens is None else ""
+        raise InvalidRequest(
+            f"num_samples is {message.num_samples}, sampling_params.max_tokens {tokens}{absent} and "
+            f"topk_sample_logprobs {message.topk_sample_logprobs}; num_samples x max_tokens x "
+            f"(1 + topk_sample_logprobs) is {cells} and must be at most {MAX_SAMPLE_CELLS}"
         )
 
 
@@ -251,6 +294,34 @@ def _check_distribution(message: Sample) -> None:
     if type(message.top_k) is not int or (message.top_k != -1 and message.top_k < 1):
         raise InvalidRequest(
             f"sampling_params.top_k is {shown(message.top_k)}; it must be -1 (no limit) or a whole number from 1"
+        )
+
+
+def _check_targets(message: Sample, model: Limits) -> None:
+    field, num_rows = "target_prompt_logprobs", len(message.prompt) - 1
+    if not message.target_shape:
+        return
+    if message.target_shape[0] != num_rows:
+        raise InvalidRequest(
+            f"{field} has shape {list(message.target_shape)}; it must be [{num_rows}, K], "
+            "a row for each prompt token but the first"
+        )
+    _check_cells(field, len(message.target_ids), 1)
+    if max(message.target_ids, default=-1) == -1:
+        raise InvalidRequest(f"{field} names no id; leave it out, or give at least one that isn't -1")
+    lowest, highest = min(message.target_ids), max(message.target_ids)
+    if lowest < -1 or highest >= model.vocab_size:
+        worst = lowest if lowest < -1 else highest
+        raise InvalidRequest(
+            f"{field} holds {shown(worst)}; it must be from 0 to {model.vocab_size - 1}, an id of the vocabulary, "
+            "or -1 where nothing is asked"
+        )
+
+
+def _check_cells(field: str, width: int, length: int) -> None:
+    if width * length > MAX_PROMPT_CELLS:
+        raise InvalidRequest(
+            f"{field} asks for {width * length} numbers over the prompt; at most {MAX_PROMPT_CELLS} are returned"
         )
 
 

@@ -10,10 +10,10 @@ from flask.views import MethodView
 from marshmallow import ValidationError, fields, validates_schema
 
 from openrl.app import checks, wire
-from openrl.app.context import base_model, registry, services, tenant
+from openrl.app.context import base_model, check_base, model_of, registry, services, tenant
 from openrl.app.greenlets import off_loop
 from openrl.app.schemas import INT64_MAX, Flag, Number, PromiseSchema, Sent, Text, Whole, tag, unicode_only
-from openrl.tasks.errors import InvalidRequest
+from openrl.tasks.errors import InvalidRequest, shown
 from openrl.tasks.messages import Sample
 from openrl.tasks.registry import Checkpoint, Sampler
 from openrl.tasks.wire import codec
@@ -21,9 +21,6 @@ from openrl.tasks.wire import codec
 blp = wire.Blueprint("sampling", __name__, description="Sampling sessions and samples.")
 
 SAMPLER_SEGMENT = "sampler_weights/"
-
-_UNSERVED = ("target_prompt_logprobs", "prompt_alt_tokens_k", "prompt_logprobs_last_n", "record_stability_info")
-"""Parts of the protocol that aren't served: accepted in their neutral form, which the SDK sends, else refused."""
 
 
 class SamplingSessionSchema(Sent):
@@ -65,17 +62,19 @@ class SampleSchema(Sent):
     topk_prompt_logprobs = Whole(load_default=0, least=-(2**31))
     topk_sample_logprobs = Whole(load_default=0, least=-(2**31))
     target_prompt_logprobs = fields.Raw()
-    prompt_alt_tokens_k = fields.Raw()
-    prompt_logprobs_last_n = fields.Raw()
-    record_stability_info = fields.Raw()
+    prompt_alt_tokens_k = Whole(load_default=0, least=-(2**31))
+    prompt_logprobs_last_n = Whole(load_default=None, least=-(2**31))
+    record_stability_info = Flag(load_default=False)
     type = tag("sample")
 
     @validates_schema
     def served(self, data: Mapping[str, Any], **_options: Any) -> None:
-        """Refuse by name what the answer would lack."""
-        for name in _UNSERVED:
-            if data.get(name):
-                raise ValidationError("isn't served: leave it out", name)
+        """Refuse what only stable_reinforce uses; the SDK always sends it, as false."""
+        if data.get("record_stability_info"):
+            raise ValidationError(
+                "is for stable_reinforce, which isn't served: leave it out and train with importance_sampling or ppo",
+                "record_stability_info",
+            )
 
 
 class SamplingSessionAnswerSchema(marshmallow.Schema):
@@ -130,6 +129,8 @@ def _create_sampler(asked: Mapping[str, Any]) -> Sampler:
     model = base_model(asked.get("base_model") or (checkpoint.base_model if checkpoint else ""))
     if checkpoint and checkpoint.base_model != model.name:
         raise InvalidRequest(f"base_model is {model.name!r}; the weights were trained on {checkpoint.base_model!r}")
+    if checkpoint:
+        check_base(checkpoint, field="model_path")
     return registry().create_sampler(
         tenant(),
         session_id=asked["session_id"],
@@ -139,6 +140,7 @@ def _create_sampler(asked: Mapping[str, Any]) -> Sampler:
         model_path=checkpoint.uri if checkpoint else "",
         adapter_dir=checkpoint.directory if checkpoint else "",
         run_id=checkpoint.run_id if checkpoint else "",
+        base_digest=model.digest,
     )
 
 
@@ -146,14 +148,14 @@ def _sampler_checkpoint(path: str) -> Checkpoint:
     checkpoint = registry().checkpoint_by_uri(tenant(), path)
     if not checkpoint.checkpoint_id.startswith(SAMPLER_SEGMENT):
         raise InvalidRequest(
-            f"model_path {path!r} is training state; save_weights_for_sampler makes tinker://<run>/{SAMPLER_SEGMENT}<name>"
+            f"model_path {shown(path)} isn't there to be sampled; save_weights_for_sampler makes tinker://<run>/{SAMPLER_SEGMENT}<name>"
         )
     return checkpoint
 
 
 def _sample(sampler: Sampler, asked: Mapping[str, Any]) -> dict[str, Any]:
     message = off_loop(_message, sampler.adapter_dir, asked, large=len(wire.body()) > wire.LARGE_BYTES)
-    checks.check_sample(message, registry().model(sampler.base_model))
+    checks.check_sample(message, model_of(sampler))
     promise = services().journal.submit_sample(tenant(), sampler, asked["seq_id"], message)
     services().ring(Sample.kind, sampler.slug, tenant(), promise.request_id)
     return {
@@ -165,6 +167,8 @@ def _sample(sampler: Sampler, asked: Mapping[str, Any]) -> dict[str, Any]:
 def _message(adapter_dir: str, asked: Mapping[str, Any]) -> Sample:
     params = dict(asked["sampling_params"])
     stop_tokens, stop_strings, stop_at_eos = checks.parse_stop(params.pop("stop", None))
+    if "target_prompt_logprobs" in asked:
+        params |= _targets(codec.decode_cells_json(asked["target_prompt_logprobs"], "target_prompt_logprobs"))
     return Sample(
         adapter_dir=adapter_dir,
         prompt=codec.decode_prompt_json(asked["prompt"]),
@@ -175,5 +179,17 @@ def _message(adapter_dir: str, asked: Mapping[str, Any]) -> Sample:
         prompt_logprobs=asked["prompt_logprobs"],
         topk_prompt_logprobs=asked["topk_prompt_logprobs"],
         topk_sample_logprobs=asked["topk_sample_logprobs"],
+        prompt_alt_tokens_k=asked["prompt_alt_tokens_k"],
+        prompt_logprobs_last_n=asked["prompt_logprobs_last_n"],
         **params,
     )
+
+
+def _targets(cells: codec.Cells) -> dict[str, tuple[int, ...]]:
+    """Return `target_prompt_logprobs` as the fields of a Sample."""
+    return {
+        "target_ids": tuple(cells.values.tolist()),
+        "target_shape": cells.shape,
+        "target_crow": () if cells.crow is None else tuple(cells.crow.tolist()),
+        "target_columns": () if cells.columns is None else tuple(cells.columns.tolist()),
+    }

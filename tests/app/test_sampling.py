@@ -87,6 +87,31 @@ def test_chunks_are_joined_and_defaults_are_tinkers(api: Api, jobs) -> None:
     assert (message.temperature, message.top_k, message.top_p) == (1.0, -1, 1.0)
 
 
+TARGETS = {"data": [4, -1, 5, 6], "dtype": "int64", "shape": [2, 2]}
+SPARSE = {
+    "data": [4, 6], "dtype": "int64", "shape": [2, 9], "sparse_crow_indices": [0, 0, 2], "sparse_col_indices": [1, 8],
+}  # fmt: skip
+
+
+def test_what_is_asked_of_the_prompt_reaches_the_sampler_as_it_was_laid_out(api: Api, jobs) -> None:
+    name = sampler(api)
+    more = {"prompt_logprobs": True, "prompt_logprobs_last_n": 2, "prompt_alt_tokens_k": 3}
+    api.ok(api.post("/asample", asample(name, 0, target_prompt_logprobs=TARGETS, **more)))
+    (dense,) = (job.message for job in jobs())
+    assert (dense.target_ids, dense.target_shape, dense.target_crow, dense.target_columns) == (
+        (4, -1, 5, 6),
+        (2, 2),
+        (),
+        (),
+    )
+    assert (dense.prompt_logprobs, dense.prompt_logprobs_last_n, dense.prompt_alt_tokens_k) == (True, 2, 3)
+    api.ok(api.post("/asample", asample(name, 1, target_prompt_logprobs=SPARSE)))
+    (sparse,) = (job.message for job in jobs())
+    assert (sparse.target_ids, sparse.target_shape) == ((4, 6), (2, 9))
+    assert (sparse.target_crow, sparse.target_columns) == ((0, 0, 2), (1, 8))
+    assert sparse.prompt_logprobs_last_n is None
+
+
 def test_temperature_zero_stays_zero(api: Api, jobs) -> None:
     api.ok(api.post("/asample", asample(sampler(api), params={"temperature": 0.0})))
     assert jobs()[0].message.temperature == 0.0
@@ -126,7 +151,7 @@ def test_a_sample_comes_back_as_protobuf_or_json(api: Api, jobs) -> None:
         ({"prompt": {"chunks": [{"tokens": [1, 260]}]}}, ["prompt", "260", "259"]),
         ({"prompt": {"chunks": [{"tokens": [1.5]}]}}, ["prompt"]),
         ({"prompt": {"chunks": [{"tokens": [True]}]}}, ["prompt"]),
-        ({"prompt": {"chunks": [{"tokens": [1] * 64}]}}, ["prompt", "64", "67"]),
+        ({"prompt": {"chunks": [{"tokens": [1] * 64}]}}, ["prompt of 64 tokens", "room for 0"]),
         ({"prompt": None}, ["prompt", "required"]),
         ({"num_samples": 0}, ["num_samples", "0"]),
         ({"num_samples": 10**6}, ["num_samples"]),
@@ -136,7 +161,7 @@ def test_a_sample_comes_back_as_protobuf_or_json(api: Api, jobs) -> None:
         ({"params": {"top_p": 1.5}}, ["sampling_params.top_p"]),
         ({"params": {"top_k": 0}}, ["sampling_params.top_k"]),
         ({"params": {"max_tokens": 0}}, ["sampling_params.max_tokens", "0"]),
-        ({"params": {"max_tokens": 62}}, ["62", "64"]),
+        ({"params": {"max_tokens": 62}}, ["sampling_params.max_tokens is 62", "room for 61", "64"]),
         ({"params": {"stop": [""]}}, ["sampling_params.stop"]),
         ({"params": {"stop": [None]}}, ["sampling_params.stop"]),
         ({"params": {"stop": ["\ud800"]}}, ["sampling_params.stop"]),
@@ -144,10 +169,44 @@ def test_a_sample_comes_back_as_protobuf_or_json(api: Api, jobs) -> None:
         ({"params": {"seed": 2**64}}, ["sampling_params.seed"]),
         ({"params": {"best_of": 2}}, ["sampling_params.best_of", "unknown"]),
         ({"sampling_params": None}, ["sampling_params", "required"]),
-        ({"record_stability_info": True}, ["record_stability_info"]),
-        ({"prompt_alt_tokens_k": 3}, ["prompt_alt_tokens_k"]),
-        ({"prompt_logprobs_last_n": 1}, ["prompt_logprobs_last_n"]),
-        ({"target_prompt_logprobs": {"data": []}}, ["target_prompt_logprobs"]),
+        ({"params": {"top_p": float("nan")}}, ["sampling_params.top_p", "finite"]),
+        ({"params": {"top_k": float("nan")}}, ["sampling_params.top_k"]),
+        ({"params": {"stop": 5}}, ["sampling_params.stop", "5"]),
+        ({"params": {"stop": [1.0]}}, ["sampling_params.stop[0]", "1.0"]),
+        ({"params": {"n": 1}}, ["sampling_params.n", "unknown"]),
+        ({"params": {"presence_penalty": 0.5}}, ["sampling_params.presence_penalty", "unknown"]),
+        ({"best_of": 2}, ["best_of", "unknown"]),
+        ({"record_stability_info": True}, ["record_stability_info", "stable_reinforce", "importance_sampling", "ppo"]),
+        ({"record_stability_info": "no"}, ["record_stability_info"]),
+        ({"prompt_alt_tokens_k": -1}, ["prompt_alt_tokens_k"]),
+        ({"prompt_logprobs_last_n": 1}, ["prompt_logprobs_last_n", "prompt_logprobs too"]),
+        ({"prompt_logprobs_last_n": 3, "prompt_logprobs": True}, ["prompt_logprobs_last_n is 3", "1 to 2"]),
+        ({"prompt_logprobs_last_n": 0, "prompt_logprobs": True}, ["prompt_logprobs_last_n is 0"]),
+        ({"target_prompt_logprobs": {"data": []}}, ["target_prompt_logprobs", "int64"]),
+        ({"target_prompt_logprobs": TARGETS | {"dtype": "float32"}}, ["target_prompt_logprobs", "float32", "int64"]),
+        ({"target_prompt_logprobs": TARGETS | {"shape": [4]}}, ["target_prompt_logprobs", "[4]", "[N, K]"]),
+        ({"target_prompt_logprobs": TARGETS | {"shape": [4, 1]}}, ["target_prompt_logprobs", "[4, 1]", "[2, K]"]),
+        ({"target_prompt_logprobs": TARGETS | {"shape": [2, 3]}}, ["target_prompt_logprobs", "4 values", "needs 6"]),
+        ({"target_prompt_logprobs": TARGETS | {"data": [1, 2, 3, 260]}}, ["target_prompt_logprobs", "260", "259"]),
+        ({"target_prompt_logprobs": TARGETS | {"data": [1, 2, 3, -2]}}, ["target_prompt_logprobs", "-2"]),
+        ({"target_prompt_logprobs": TARGETS | {"data": [-1] * 4}}, ["target_prompt_logprobs", "no id"]),
+        ({"target_prompt_logprobs": TARGETS | {"data": [1, 2, 3, float("nan")]}}, ["target_prompt_logprobs", "float"]),
+        ({"target_prompt_logprobs": TARGETS | {"pad": 0}}, ["target_prompt_logprobs", "pad"]),
+        ({"target_prompt_logprobs": SPARSE | {"sparse_crow_indices": [0, 2]}}, ["target_prompt_logprobs", "2 row"]),
+        (
+            {"target_prompt_logprobs": SPARSE | {"sparse_crow_indices": [0, 1, 3]}},
+            ["target_prompt_logprobs", "2 values"],
+        ),
+        ({"target_prompt_logprobs": SPARSE | {"sparse_crow_indices": None}}, ["target_prompt_logprobs", "crow"]),
+        ({"target_prompt_logprobs": SPARSE | {"sparse_col_indices": [1, 9]}}, ["target_prompt_logprobs", "9", "8"]),
+        ({"target_prompt_logprobs": SPARSE | {"sparse_col_indices": [8, 8]}}, ["target_prompt_logprobs", "increasing"]),
+        (
+            {
+                "target_prompt_logprobs": SPARSE
+                | {"data": [], "sparse_crow_indices": [0, 0, 0], "sparse_col_indices": []}
+            },
+            ["target_prompt_logprobs", "no id"],
+        ),
         ({"topk_sample_logprobs": -1}, ["topk_sample_logprobs"]),
         ({"seq_id": -1}, ["seq_id"]),
         ({"seq_id": 2**63}, ["seq_id"]),

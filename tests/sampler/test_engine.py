@@ -7,7 +7,7 @@ import pytest
 
 from openrl.tasks import keys
 from openrl.tasks.doorbell import Waiter
-from openrl.tasks.errors import OperationFailed
+from openrl.tasks.errors import OperationFailed, StoreFault
 from openrl.tasks.futures import Completions, Futures
 from openrl.tasks.journal import Journal
 from openrl.tasks.messages import Sample
@@ -22,18 +22,14 @@ LIMITS = Limits(vocab_size=100, max_context=64, cache_tokens=64, eos_token_ids=(
 
 
 class Counter:
-    """Counts `max_new` steps for each request; the token 13 in a prompt makes every step fail."""
+    """Counts `max_new` steps for each request; 13 in a prompt makes every step fail, one with 17 never ends."""
 
-    def __init__(self, num_slots=4):
-        self.num_slots = num_slots
+    def __init__(self, most_of_tenant=4):
+        self.most_of_tenant = most_of_tenant
         self.left = {}
         self.gate = threading.Event()
         self.gate.set()
         self.most = 0
-
-    @property
-    def room(self):
-        return self.num_slots - len(self.left)
 
     @property
     def requests(self):
@@ -48,7 +44,7 @@ class Counter:
         if any(13 in request.prompt for request in self.requests):
             raise RuntimeError("secret detail")
         for entry in self.left.values():
-            entry[1] -= 1
+            entry[1] -= 17 not in entry[0].prompt
         ended = [request for request, left in self.left.values() if not left]
         for request in ended:
             del self.left[request.job.request_id]
@@ -143,12 +139,21 @@ def test_a_shorter_sample_is_committed_before_a_longer_one_ends(store, serve, su
     assert ended(store, short).finished <= ended(store, long).finished
 
 
-def test_no_more_is_taken_than_there_is_room_for_and_all_of_it_is_served(store, serve, submit):
+def test_no_more_of_a_tenant_are_taken_than_may_be_and_all_of_them_are_served(store, serve, submit):
     requests = [submit() for _ in range(20)]
-    runner = Counter(num_slots=3)
+    runner = Counter(most_of_tenant=3)
     serve(runner)
     assert {ended(store, request_id).state for request_id in requests} == {"done"}
     assert runner.most == 3
+
+
+def test_a_newcomer_comes_in_however_many_another_tenant_has(store, serve, submit):
+    runner = Counter(most_of_tenant=3)
+    serve(runner)
+    for _ in range(20):
+        submit("a", prompt=(17,))
+    wait_until(lambda: len(runner.left) == 3)
+    assert ended(store, submit("b", max_tokens=2), "b").state == "done"
 
 
 def test_a_sample_that_cannot_be_run_fails_as_the_users_fault_and_others_go_on(store, serve, submit):
@@ -211,3 +216,18 @@ def test_the_worker_shows_as_busy_while_it_draws_and_ready_when_not(store, serve
     runner.gate.set()
     ended(store, request_id)
     wait_until(lambda: shown(store)[b"state"] == b"ready")
+
+
+def test_a_result_that_the_store_can_not_take_keeps_no_other_from_being_answered(store, serve, submit, monkeypatch):
+    bad, good = submit(), submit()
+    commit = store.script("sample_commit")
+
+    def broken(*args):
+        if bad in args:
+            raise StoreFault("the store could not carry out a command (error id 00)")
+        return commit(*args)
+
+    monkeypatch.setitem(store._scripts, "sample_commit", broken)
+    serve()
+    assert ended(store, good).state == "done"
+    assert Futures(store).get("local", bad).state == "pending"

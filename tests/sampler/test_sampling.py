@@ -122,10 +122,12 @@ def test_uniforms_are_uniform_along_positions_and_across_sequences():
 
 
 def test_top_logprobs_are_sorted_and_finite():
-    rows = top_logprobs(tempered_logprobs(logits(), [1e-9, 1.0, 1.0, 1.0]), 5)
-    for row in rows:
-        values = [value for _, value in row]
-        assert len(row) == 5 and values == sorted(values, reverse=True) and min(values) >= -9999.0
+    logprobs_BV = tempered_logprobs(logits(), [1e-9, 1.0, 1.0, 1.0])
+    tokens, values = top_logprobs(logprobs_BV, 5)
+    assert (
+        tokens.shape == values.shape == (4, 5) and (values[:, :-1] >= values[:, 1:]).all() and values.min() == -9999.0
+    )
+    assert (values == logprobs_BV.clamp(min=-9999.0).gather(1, torch.from_numpy(tokens).long()).numpy()).all()
 
 
 @settings(max_examples=60, deadline=None)

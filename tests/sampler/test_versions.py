@@ -1,5 +1,7 @@
 """Resident versions: by directory, recent ones kept, used ones pinned."""
 
+from threading import Event
+
 import pytest
 
 from openrl.tasks.errors import NotFound, OperationFailed
@@ -9,38 +11,44 @@ from openrl.workers.sampler.versions import Versions
 def test_the_same_directory_is_loaded_once_while_resident():
     loads = []
     versions = Versions(lambda name: loads.append(name) or object(), max_idle=2)
-    assert versions.acquire("a") is versions.acquire("a")
+    assert versions.acquire("a").result() is versions.acquire("a").result()
     assert loads == ["a"]
-
-
-def test_the_base_needs_no_adapter():
-    versions = Versions(lambda name: pytest.fail("loaded"), max_idle=2)
-    assert versions.acquire("") is None
-    versions.release("")
 
 
 def test_the_least_recently_used_idle_version_is_evicted_and_loaded_again_on_demand():
     loads = []
     versions = Versions(lambda name: loads.append(name) or name, max_idle=2)
     for name in ("a", "b", "a", "c"):
-        versions.acquire(name)
+        versions.acquire(name).result()
         versions.release(name)
     assert versions.resident == ("a", "c")
-    assert versions.acquire("b") == "b"
+    assert versions.acquire("b").result() == "b"
     assert loads == ["a", "b", "c", "b"]
+
+
+def test_a_version_that_loads_keeps_nobody_waiting_who_asks_for_another():
+    go = Event()
+    versions = Versions(lambda name: go.wait(10) and name, max_idle=2)
+    slow = versions.acquire("a")
+    assert not slow.done() and versions.acquire("a") is slow
+    go.set()
+    assert slow.result() == "a"
 
 
 def test_a_version_in_use_is_never_evicted():
     versions = Versions(lambda name: [name], max_idle=1)
-    held = versions.acquire("a")
+    held = versions.acquire("a").result()
     for name in "bcdef":
-        versions.acquire(name)
+        versions.acquire(name).result()
         versions.release(name)
-    assert versions.acquire("a") is held
+    assert versions.acquire("a").result() is held
 
 
-def test_a_version_that_is_gone_or_broken_fails_by_name_and_is_tried_again():
-    answers = [FileNotFoundError("adapter_model.safetensors"), ValueError("bad header"), None]
+DIRECTORY = "tenants/local/runs/s-1_train_0/sampler_weights/step-7.77"
+
+
+def test_a_version_that_is_gone_or_broken_fails_by_name_and_is_tried_again(caplog):
+    answers = [FileNotFoundError("/data/tenants/x"), ValueError("/data/tenants: bad header"), None]
 
     def load(name):
         answer = answers.pop(0)
@@ -49,8 +57,13 @@ def test_a_version_that_is_gone_or_broken_fails_by_name_and_is_tried_again():
         return name
 
     versions = Versions(load, max_idle=1)
-    with pytest.raises(NotFound, match="runs/x' are gone"):
-        versions.acquire("runs/x")
-    with pytest.raises(OperationFailed, match="runs/x' can't be loaded: bad header"):
-        versions.acquire("runs/x")
-    assert versions.acquire("runs/x") == "runs/x"
+    for kind, words in ((NotFound, "is gone"), (OperationFailed, "can't be loaded")):
+        with pytest.raises(kind, match=f"'tinker://s-1:train:0/sampler_weights/step-7' {words}") as caught:
+            versions.acquire(DIRECTORY).result()
+        versions.release(DIRECTORY)
+        text = str(caught.value)
+        assert "/data" not in text and "tenants" not in text and ".77" not in text
+        error_id = text.partition("(error ")[2].partition(")")[0]
+        assert error_id and error_id in caplog.text
+    assert "bad header" in caplog.text and DIRECTORY in caplog.text
+    assert versions.acquire(DIRECTORY).result() == DIRECTORY

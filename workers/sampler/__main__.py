@@ -14,6 +14,7 @@ import click
 import torch
 from transformers import AutoTokenizer
 
+from openrl.tasks import keys
 from openrl.tasks.doorbell import Waiter
 from openrl.tasks.errors import InvalidRequest, OpenRLError
 from openrl.tasks.futures import Completions
@@ -56,15 +57,20 @@ def version_loader(data_dir: Path, loaded: LoadedModel) -> Callable[[str], Adapt
 
     def load_version(directory: str) -> Adapter:
         path = layout.existing(data_dir, directory)
-        manifest.verify(path)
+        base_digest = manifest.verify(path).base_digest
+        if base_digest and loaded.digest and base_digest != loaded.digest:
+            raise InvalidRequest("these weights were trained on another base than the one served under its name")
         return load_adapter(path, loaded)
 
     return load_version
 
 
-def runner(model_path: str, data_dir: Path, settings: SamplerSettings) -> tuple[TorchEngine, Limits]:
-    """Load the base model and return what draws from it, and what it can take."""
+def runner(
+    model_path: str, data_dir: Path, settings: SamplerSettings, *, digest: str = ""
+) -> tuple[TorchEngine, Limits]:
+    """Load the base model, which must have this digest, and return what draws from it, and what it can take."""
     loaded = load(model_path)
+    loaded.require(digest)
     versions = Versions(version_loader(data_dir, loaded), max_idle=settings.versions)
     engine = TorchEngine(
         loaded,
@@ -92,14 +98,15 @@ def build(base: str, name: str, store: Store, settings: SamplerSettings) -> Samp
 
     lease = new_lease()
     try:
-        torch_engine, limits = runner(model.path, store.settings.data_dir, settings)
+        torch_engine, limits = runner(model.path, store.settings.data_dir, settings, digest=model.digest)
     except BaseException:
         lease.close()
         raise
-    return SamplerEngine(
+    completions = Completions(store)
+    engine = SamplerEngine(
         torch_engine,
         Journal(store),
-        Waiter(store, Completions(store), worker_id=lambda: name),
+        Waiter(store, completions, worker_id=lambda: name),
         lease=lease,
         new_lease=new_lease,
         slug=model.slug,
@@ -107,6 +114,8 @@ def build(base: str, name: str, store: Store, settings: SamplerSettings) -> Samp
         poll_s=settings.poll_s,
         stop_s=settings.stop_s,
     )
+    completions.call_on_wake(keys.samplers(model.slug), engine.wake)
+    return engine
 
 
 @click.command()
@@ -115,12 +124,16 @@ def build(base: str, name: str, store: Store, settings: SamplerSettings) -> Samp
 def main(base: str, name: str) -> None:
     """Serve the samples of one base model until SIGTERM."""
     die_with_parent()
-    logging.basicConfig(level=os.environ.get("OPENRL_LOG_LEVEL", "INFO"))
     try:
-        store = Store.connect(StoreSettings.from_env())
-        settings = SamplerSettings.from_env()
-        if threads := os.environ.get("OPENRL_TORCH_THREADS"):
-            torch.set_num_threads(int(threads))
+        store_settings, settings = StoreSettings.from_env(), SamplerSettings.from_env()
+        if threads := int(os.environ.get("OPENRL_TORCH_THREADS") or 0):
+            torch.set_num_threads(threads)
+    except ValueError as nonsense:
+        sys.stderr.write(f"openrl.workers.sampler: {nonsense}\n")
+        sys.exit(2)
+    logging.basicConfig(level=store_settings.log_level)
+    try:
+        store = Store.connect(store_settings)
         engine = build(base, name, store, settings)
     except (OpenRLError, ValueError) as failure:
         raise SystemExit(f"the sampler can't start: {failure}") from failure

@@ -1,8 +1,9 @@
 """The thread between the journal's waiting set and the model.
 
-It takes what there is room for, lets the runner advance by a step, and commits whatever ended at once. A
-request lives in the waiting set until it is committed: whatever happens here, it is drawn again elsewhere, to
-the same tokens, as its seed is journaled. Knows no torch: the runner is whatever can `add` and `step`.
+It takes some requests of every tenant that has any, so that nobody waits behind another's, lets the runner advance
+by a step, and commits whatever ended at once. A request lives in the waiting set until it is committed: whatever
+happens here, it is drawn again elsewhere, to the same tokens, as its seed is journaled. Knows no torch: the runner is
+whatever can `add` and `step`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from openrl.tasks.doorbell import Waiter
-from openrl.tasks.errors import InvalidRequest, StaleOwner, StoreUnavailable
+from openrl.tasks.errors import InvalidRequest, StaleOwner, StoreFault, StoreUnavailable
 from openrl.tasks.journal import Journal, Outcome, SampleJob
 from openrl.tasks.ownership import Lease
 from openrl.workers.sampler.requests import Finished, Limits, Request, read, write
@@ -28,8 +29,8 @@ class Runner(Protocol):
     """What draws; `openrl.workers.sampler.torch_engine` is one."""
 
     @property
-    def room(self) -> int:
-        """How many more requests it can take now."""
+    def most_of_tenant(self) -> int:
+        """How many requests of one tenant it takes in at a time."""
 
     @property
     def requests(self) -> Sequence[Request]:
@@ -121,26 +122,29 @@ class SamplerEngine:
                 self._stopping.wait(self._poll_s)
 
     def _turn(self) -> None:
-        """Take what there is room for, advance by a step, commit what ended."""
+        """Take what may come in, advance by a step, commit what ended."""
         if self.lease.lost:
             self._start_over()
         self._commit()
-        if self._runner.room and (self._woken.is_set() or time.monotonic() >= self._take_at):
+        if self._woken.is_set() or time.monotonic() >= self._take_at:
             self._take()
         self._show(busy=bool(self._runner.requests))
         if not self._runner.requests:
             self._woken.wait(max(0.0, self._take_at - time.monotonic()))
             return
-        self._uncommitted.extend((one.request.job, _outcome(one)) for one in self._step())
+        ended = self._step()
+        self._uncommitted.extend((one.request.job, _outcome(one)) for one in ended)
         self._commit()
+        if ended:
+            self._take_at = 0.0
 
     def _take(self) -> None:
         """Bring waiting samples in; one that can't be run is answered at once."""
         self._woken.clear()
         self._take_at = time.monotonic() + self._poll_s
-        room = self._runner.room
-        jobs = self._journal.take_samples(self.slug, self.lease, limit=room)
-        if len(jobs) >= room:
+        most = self._runner.most_of_tenant
+        jobs = self._journal.take_samples(self.slug, self.lease, limit=most, of_tenant=most)
+        if len(jobs) >= most:
             self._take_at = 0.0
         for job in jobs:
             try:
@@ -172,6 +176,8 @@ class SamplerEngine:
                 self._journal.commit_sample(self.lease, job, outcome)
             except StaleOwner:
                 log.warning("sample %s is another worker's by now; dropped", job.request_id)
+            except StoreFault as fault:
+                log.error("sample %s is not committed, and returns when this worker ends: %s", job.request_id, fault)
             self._uncommitted.popleft()
 
     def _start_over(self) -> None:

@@ -1,7 +1,7 @@
-"""How far each request is: its prompt being read, then its continuations growing.
+"""How far each request is: its prompt being read, then its sequences growing.
 
-A group keeps a slot of the cache as long as one of its continuations needs one: the prompt in it is what
-later continuations start from. Pure bookkeeping: no torch, no clock.
+A sequence may lose its place in the cache at any time: it keeps what it has drawn, and reads it again where it goes
+on. A prompt is read once, for all sequences, as long as one of them holds it. Pure bookkeeping: no torch, no clock.
 """
 
 from __future__ import annotations
@@ -13,58 +13,75 @@ from typing import Any, Literal, NamedTuple
 
 from openrl.tasks.errors import OperationFailed
 from openrl.tasks.wire import codec
-from openrl.workers.sampler.requests import Request, Result, TopRow
+from openrl.workers.sampler import prompts
+from openrl.workers.sampler.places import Place
+from openrl.workers.sampler.prompts import Scores
+from openrl.workers.sampler.requests import Request, Result
 from openrl.workers.sampler.stops import Decode, StopText
 
 
-class Slot(NamedTuple):
-    """A place in the cache: the `number`-th of those in a pool of places of one length."""
-
-    pool: int
-    number: int
-
-
 class Token(NamedTuple):
-    """One drawn token, its log-probability, and the likeliest tokens in its place where they were asked for."""
+    """One drawn token, its log-probability, and the likeliest tokens in its place [1, k] where they were asked for."""
 
     token: int
     logprob: float
-    top: TopRow | None = None
+    top: codec.Candidates | None = None
 
 
 class Continuation:
-    """One sequence of a group. `slot` is None until it has one; `stop_reason` is empty until it ends."""
+    """One continuation of a group. `place` is None while it has none; `stop_reason` is empty until it ends."""
 
-    __slots__ = ("_request", "_text", "index", "logprobs", "slot", "stop_reason", "tokens", "top")
+    __slots__ = (
+        "_text", "age", "group", "index", "logprobs", "num_held", "num_known", "passed_at", "place", "stop_reason",
+        "tokens", "top",
+    )  # fmt: skip
 
-    def __init__(self, request: Request, index: int, decode: Decode) -> None:
+    def __init__(self, group: Group, index: int, decode: Decode) -> None:
+        self.group = group
         self.index = index
-        self.slot: Slot | None = None
+        self.age = (group.arrival, index)
+        """Smaller is older."""
+        self.place: Place | None = None
+        self.num_known = len(group.request.prompt)
+        """How many tokens it has, the prompt's included: all must be in its place before the next is drawn."""
+        self.num_held = 0
+        """How many of its known tokens are in its place."""
+        self.passed_at: int | None = None
+        """Since which step others have gone on where it could not."""
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self.top: list[TopRow] = []
+        self.top: list[codec.Candidates] = []
         self.stop_reason: Literal["", "stop", "length"] = ""
-        self._request = request
-        self._text = StopText(decode, request.stop_strings, prompt=request.prompt) if request.stop_strings else None
+        stops = group.request.stop_strings
+        self._text = StopText(decode, stops, prompt=group.request.prompt) if stops else None
+
+    @property
+    def outgrown(self) -> bool:
+        """Tell whether it can only go on in a longer place."""
+        return self.place is not None and self.num_known > self.place.length
+
+    def known(self, start: int, stop: int) -> Sequence[int]:
+        """Return some of its known tokens."""
+        prompt = self.group.request.prompt
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        return [*prompt[start:], *self.tokens[max(0, start - len(prompt)) : stop - len(prompt)]]
 
     def push(self, drawn: Token) -> None:
         """Append a token; what ends the sequence is kept in it."""
         if not math.isfinite(drawn.logprob):
             raise OperationFailed("the model gave logits that are not finite; look at the training run's weights")
+        request = self.group.request
         self.tokens.append(drawn.token)
+        self.num_known += 1
         self.logprobs.append(drawn.logprob)
         if drawn.top is not None:
             self.top.append(drawn.top)
         complete = self._text is not None and self._text.push(drawn.token)
-        if complete or drawn.token in self._request.stop_tokens:
+        if complete or drawn.token in request.stop_tokens:
             self.stop_reason = "stop"
-        elif len(self.tokens) >= self._request.max_new:
+        elif len(self.tokens) >= request.max_new:
             self.stop_reason = "length"
-
-    @property
-    def position(self) -> int:
-        """Where in the cache the last token goes."""
-        return len(self._request.prompt) + len(self.tokens) - 1
 
     def result(self) -> codec.SampledSequence:
         """Return the ended sequence as the wire wants it."""
@@ -73,94 +90,89 @@ class Continuation:
             tokens=self.tokens,
             logprobs=self.logprobs,
             stop_reason=self.stop_reason,
-            topk=self.top if self._request.topk_sample else None,
+            topk=codec.Candidates.joined(self.top) if self.top else None,
         )
 
 
 class Group:
-    """A request in the engine. `slot` holds its prompt while this is read; `waiting` lack a slot to go on in."""
+    """A request in the engine: its first sequence reads the prompt, then all begin.
 
-    def __init__(self, request: Request, *, arrival: int) -> None:
+    `running` are the sequences with a place, `waiting` those without, the next one first. `spare` is the place of one
+    that has ended, while nobody else holds the prompt in it.
+    """
+
+    def __init__(self, request: Request, *, arrival: int, decode: Decode) -> None:
         self.request = request
         self.arrival = arrival
         self.adapter: Any = None
-        self.acquired = False
-        self.slot: Slot | None = None
-        self.num_read = 0
+        self.ready = False
+        """Whether `adapter` is what the request asks for."""
+        self.begun = False
         self.running: list[Continuation] = []
-        self.waiting: deque[Continuation] = deque()
-        self._all: list[Continuation] = []
-        self._prompt_logprobs: list[float | None] = [None]
-        self._topk_prompt: list[TopRow | None] = [None]
+        self.spare: Place | None = None
+        self._all = [Continuation(self, index, decode) for index in range(request.num_samples)]
+        self.waiting = deque(self._all)
+        self._scores: list[Scores] = []
 
     @property
     def tenant(self) -> str:
         return self.request.job.tenant
 
     @property
-    def num_unread(self) -> int:
-        """How many prompt tokens the model hasn't seen yet."""
-        return len(self.request.prompt) - self.num_read
+    def next(self) -> Continuation | None:
+        """Return the sequence that wants a place first; before all have begun only the first one does."""
+        return self.waiting[0] if self.waiting and (self.begun or not self.running) else None
 
     @property
-    def slots(self) -> list[Slot]:
-        """Return the slots that the group holds."""
-        held = [continuation.slot for continuation in self.running]
-        return [slot for slot in (self.slot, *held) if slot is not None]
-
-    @property
-    def wants_slot(self) -> bool:
-        """Tell whether another slot would let it go on faster, or begin."""
-        return bool(self.waiting) or (self.slot is None and self.num_unread > 0)
+    def prompt_holder(self) -> Continuation | None:
+        """Return a sequence that has all of the prompt in its place."""
+        length = len(self.request.prompt)
+        return next((one for one in self.running if one.num_held >= length), None)
 
     @property
     def done(self) -> bool:
-        """Tell whether every continuation has ended."""
-        return self.num_unread == 0 and not self.running and not self.waiting
+        """Tell whether every sequence has ended."""
+        return not self.running and not self.waiting
 
-    def read_prompt(self, num_tokens: int, logprobs: Sequence[float], topk: Sequence[TopRow]) -> None:
-        """Note the next part of the prompt as read, with what it had to say of the tokens after it."""
-        if not all(map(math.isfinite, logprobs)):
+    def enter(self, place: Place, *, num_held: int) -> Continuation:
+        """Let the next sequence go on in `place`, which holds `num_held` tokens of the prompt."""
+        sequence = self.waiting.popleft()
+        sequence.place, sequence.num_held, sequence.passed_at = place, num_held, None
+        self.running.append(sequence)
+        return sequence
+
+    def leave(self, sequence: Continuation) -> Place:
+        """Take the place of a sequence that has ended, or is to go on later; return it."""
+        place = sequence.place
+        assert place is not None
+        sequence.place, sequence.num_held = None, 0
+        self.running.remove(sequence)
+        if not sequence.stop_reason:
+            self.waiting.appendleft(sequence)
+            if not self.begun:
+                self._scores.clear()
+        return place
+
+    def read_prompt(self, scores: Sequence[Scores]) -> None:
+        """Note what the next part of the prompt was worth."""
+        if not all(part.finite for part in scores):
             raise OperationFailed("the prompt's log-probabilities are not finite; look at the training run's weights")
-        self.num_read += num_tokens
-        self._prompt_logprobs.extend(logprobs)
-        self._topk_prompt.extend(topk)
+        self._scores.extend(scores)
 
-    def begin(self, first: Sequence[Token], decode: Decode) -> None:
-        """Start every continuation with its first token; the first that goes on takes the prompt's slot."""
-        for index, drawn in enumerate(first):
-            continuation = Continuation(self.request, index, decode)
-            continuation.push(drawn)
-            self._all.append(continuation)
-            if not continuation.stop_reason:
-                self.waiting.append(continuation)
-        if self.waiting:
-            assert self.slot is not None
-            self.run_next(self.slot)
-            self.slot = None
-
-    def run_next(self, slot: Slot) -> None:
-        """Let the next waiting continuation go on in `slot`, which holds the prompt."""
-        continuation = self.waiting.popleft()
-        continuation.slot = slot
-        self.running.append(continuation)
-
-    def end(self, continuation: Continuation) -> Slot | None:
-        """Take out an ended continuation and return its slot, unless it is the last that holds the prompt."""
-        slot = continuation.slot
-        assert slot is not None
-        continuation.slot = None
-        self.running.remove(continuation)
-        if self.waiting and not self.running:
-            self.run_next(slot)
-            return None
-        return slot
+    def begin(self, first: Sequence[Token]) -> None:
+        """Give every sequence its first token; those that it ends wait for nothing."""
+        self.begun = True
+        for sequence, drawn in zip(self._all, first, strict=True):
+            sequence.push(drawn)
+        self.waiting = deque(one for one in self.waiting if not one.stop_reason)
 
     def result(self) -> Result:
         """Return all that was drawn."""
         request = self.request
         return Result(
-            sequences=[continuation.result() for continuation in self._all],
-            prompt_logprobs=self._prompt_logprobs if request.prompt_logprobs else None,
-            topk_prompt_logprobs=self._topk_prompt if request.topk_prompt else None,
+            sequences=[sequence.result() for sequence in self._all],
+            prompt_logprobs=prompts.own_logprobs(self._scores, request),
+            topk_prompt_logprobs=prompts.topk(self._scores, request),
+            target_logprobs=prompts.targets(self._scores, request),
+            alternatives=prompts.alternatives(self._scores, request),
         )

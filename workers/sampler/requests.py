@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
+
+import numpy as np
 
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.journal import Outcome, SampleJob
 from openrl.tasks.messages import Sample
+from openrl.tasks.operations import PROTOBUF
 from openrl.tasks.wire import codec
 from openrl.workers.sampler.sampling import Rule
-
-PROTOBUF = "application/x-protobuf"
-
-TopRow = list[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +30,32 @@ class Limits:
     eos_token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Targets:
+    """Ids to score in a prompt: `cells` as they were sent, and of those that name one the place, row and id.
+
+    A cell of row `i` is scored at the prompt's token `i + 1`; `rows` grow.
+    """
+
+    cells: codec.Cells
+    places: np.ndarray
+    rows: np.ndarray
+    ids: np.ndarray
+
+    @classmethod
+    def of(cls, cells: codec.Cells) -> Self:
+        """Leave out the cells of -1."""
+        places = np.flatnonzero(cells.values >= 0)
+        return cls(cells=cells, places=places, rows=cells.rows[places], ids=cells.values[places])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt and how to continue it.
 
-    `max_new` is at least 1 and fits the context; `stop_tokens` holds the model's own end tokens where the
-    caller named no stop.
+    `max_new` is at least 1 and fits the context; `stop_tokens` holds the model's own end tokens, unless the
+    caller's stop was an empty list. `scored_from` is the first prompt token with log-probabilities, at least 1;
+    `alternatives` are drawn in place of each.
     """
 
     job: SampleJob
@@ -51,6 +70,21 @@ class Request:
     prompt_logprobs: bool = False
     topk_prompt: int = 0
     topk_sample: int = 0
+    scored_from: int = 1
+    targets: Targets | None = None
+    alternatives: int = 0
+
+    @property
+    def looked_at_from(self) -> int:
+        """The first position of the prompt whose logits say something that is asked for."""
+        if self.alternatives:
+            return 0
+        first = len(self.prompt)
+        if self.prompt_logprobs or self.topk_prompt:
+            first = self.scored_from - 1
+        if self.targets is not None and len(self.targets.rows):
+            first = min(first, int(self.targets.rows[0]))
+        return first
 
     @property
     def cache_tokens(self) -> int:
@@ -64,7 +98,9 @@ class Result:
 
     sequences: Sequence[codec.SampledSequence]
     prompt_logprobs: list[float | None] | None = None
-    topk_prompt_logprobs: list[TopRow | None] | None = None
+    topk_prompt_logprobs: codec.Candidates | None = None
+    target_logprobs: codec.Cells | None = None
+    alternatives: codec.Alternatives | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +137,36 @@ def read(job: SampleJob, limits: Limits) -> Request:
         prompt_logprobs=message.prompt_logprobs,
         topk_prompt=message.topk_prompt_logprobs,
         topk_sample=message.topk_sample_logprobs,
+        scored_from=max(1, len(message.prompt) - (message.prompt_logprobs_last_n or len(message.prompt))),
+        targets=_targets(message),
+        alternatives=message.prompt_alt_tokens_k,
     )
 
 
 def write(result: Result) -> Outcome:
     """Return what is committed for a request that was served."""
-    body = codec.encode_sample_response(result.sequences, result.prompt_logprobs, result.topk_prompt_logprobs)
+    body = codec.encode_sample_response(
+        result.sequences,
+        result.prompt_logprobs,
+        result.topk_prompt_logprobs,
+        result.target_logprobs,
+        result.alternatives,
+    )
     return Outcome(result=body, content_type=PROTOBUF)
+
+
+def _targets(message: Sample) -> Targets | None:
+    if not message.target_shape:
+        return None
+    num_rows, width = message.target_shape
+    sparse = bool(message.target_crow)
+    cells = codec.Cells(
+        values=np.array(message.target_ids, np.int64),
+        shape=(num_rows, width),
+        crow=np.array(message.target_crow, np.int64) if sparse else None,
+        columns=np.array(message.target_columns, np.int64) if sparse else None,
+    )
+    return Targets.of(cells)
 
 
 def _check(message: Sample, limits: Limits) -> None:
@@ -126,6 +185,10 @@ def _check(message: Sample, limits: Limits) -> None:
         raise InvalidRequest(
             f"the prompt has token ids outside the vocabulary; send ids from 0 to {limits.vocab_size - 1}"
         )
+    if message.target_shape and (
+        message.target_shape[0] != num_tokens - 1 or max(message.target_ids, default=-1) >= limits.vocab_size
+    ):
+        raise InvalidRequest("target_prompt_logprobs must be ids of the vocabulary, a row for each token but the first")
     if message.num_samples < 1 or (message.max_tokens is not None and message.max_tokens < 1):
         raise InvalidRequest("num_samples and max_tokens must be at least 1")
     if not message.temperature >= 0 or not 0 <= message.top_p <= 1:

@@ -6,7 +6,7 @@ A draw is the inverse of the cumulative distribution at one uniform number, whic
 (seed, sequence, position) alone (the SplitMix64 finaliser, Steele, Lea and Flood 2014). So it depends
 neither on what else is in the batch nor on how often a step is tried.
 
-Axes: B rows, V vocabulary, K best tokens, N blocks of the vocabulary.
+Axes: B rows, V vocabulary, K best tokens or draws, N blocks of the vocabulary, L ids of a block.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+
+from openrl.tasks.wire import codec
 
 BLOCK = 256
 CANDIDATES = 1024
@@ -51,9 +53,18 @@ def draw(logits_BV: Tensor, rules: Sequence[Rule], uniforms_B: np.ndarray) -> Dr
     greedy = [rule.temperature == 0 for rule in rules]
     tokens_B = logits_BV.argmax(-1) if any(greedy) else logits_BV.new_zeros(len(rules), dtype=torch.long)
     if not all(greedy):
-        drawn_B = _inverse_cdf(_cut(logprobs_BV, rules), torch.from_numpy(uniforms_B).to(logits_BV.device))
+        uniforms_B1 = torch.from_numpy(uniforms_B).to(logits_BV.device)[:, None]
+        drawn_B = _inverse_cdf(_cut(logprobs_BV, rules), uniforms_B1)[:, 0]
         tokens_B = torch.where(torch.tensor(greedy, device=logits_BV.device), tokens_B, drawn_B)
     return Draw(tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0], logprobs_BV)
+
+
+def draw_several(logits_BV: Tensor, temperature: float, uniforms_BK: np.ndarray) -> Tensor:
+    """Choose a token [B, K] for each uniform number, nothing cut; at temperature 0 all of a row are its likeliest."""
+    if temperature == 0:
+        return logits_BV.argmax(-1, keepdim=True).expand(uniforms_BK.shape)
+    weights_BV = tempered_logprobs(logits_BV, [temperature] * len(logits_BV)).exp_()
+    return _inverse_cdf(weights_BV, torch.from_numpy(uniforms_BK).to(logits_BV.device))
 
 
 def tempered_logprobs(logits_BV: Tensor, temperatures: Sequence[float]) -> Tensor:
@@ -67,11 +78,10 @@ def tempered_logprobs(logits_BV: Tensor, temperatures: Sequence[float]) -> Tenso
     return logits_BV.log_softmax(-1)
 
 
-def top_logprobs(logprobs_BV: Tensor, k: int) -> list[list[tuple[int, float]]]:
-    """Return each row's `k` most likely (token id, log-probability), best first."""
+def top_logprobs(logprobs_BV: Tensor, k: int) -> codec.Candidates:
+    """Return each row's `k` most likely tokens, best first."""
     values_BK, ids_BK = logprobs_BV.topk(min(k, logprobs_BV.shape[-1]))
-    rows = zip(ids_BK.tolist(), values_BK.clamp(min=FLOOR).tolist(), strict=True)
-    return [list(zip(ids, values, strict=True)) for ids, values in rows]
+    return codec.Candidates(ids_BK.int().cpu().numpy(), values_BK.clamp(min=FLOOR).cpu().numpy())
 
 
 def uniforms(seeds: Sequence[int], sequences: Sequence[int], positions: Sequence[int]) -> np.ndarray:
@@ -128,8 +138,8 @@ def _thresholds(logprobs_BV: Tensor, top_k: Sequence[int], top_p: Sequence[float
     return best_BK.gather(1, last_B1)[:, 0]
 
 
-def _inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """Return the first id of each row [B] whose cumulative weight passes `uniform` of the row's sum.
+def _inverse_cdf(weights_BV: Tensor, uniforms_BK: Tensor) -> Tensor:
+    """Return, for each uniform number [B, K], the first id whose cumulative weight passes that part of the row's sum.
 
     Two levels, so that float64 sums are only taken over blocks and within the chosen block.
     """
@@ -137,10 +147,16 @@ def _inverse_cdf(weights_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     whole = vocab // BLOCK * BLOCK
     sums_BN = weights_BV[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1) if whole else weights_BV.new_empty(rows, 0)
     sums_BN = torch.cat([sums_BN, weights_BV[:, whole:].sum(-1, keepdim=True)], 1).double()
-    block_B1, share_B1 = _first_above(sums_BN, uniforms_B[:, None])
-    ids_BK = block_B1 * BLOCK + torch.arange(BLOCK, device=weights_BV.device)
-    inside_BK = weights_BV.gather(1, ids_BK.clamp(max=vocab - 1)).double().masked_fill_(ids_BK >= vocab, 0.0)
-    return block_B1[:, 0] * BLOCK + _first_above(inside_BK, share_B1)[0][:, 0]
+    return torch.cat([_pick(weights_BV, sums_BN, uniforms_B1) for uniforms_B1 in uniforms_BK.split(1, 1)], 1)
+
+
+def _pick(weights_BV: Tensor, sums_BN: Tensor, uniforms_B1: Tensor) -> Tensor:
+    """Return one id a row [B, 1]: first the block, then the place in it."""
+    vocab = weights_BV.shape[1]
+    block_B1, share_B1 = _first_above(sums_BN, uniforms_B1)
+    ids_BL = block_B1 * BLOCK + torch.arange(BLOCK, device=weights_BV.device)
+    inside_BL = weights_BV.gather(1, ids_BL.clamp(max=vocab - 1)).double().masked_fill_(ids_BL >= vocab, 0.0)
+    return block_B1 * BLOCK + _first_above(inside_BL, share_B1)[0]
 
 
 def _first_above(weights_BK: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
-from openrl.workers.sampler.slots import SMALLEST
+from openrl.workers.sampler.places import SMALLEST
 
 PREFIX = "OPENRL_SAMPLER_"
 
@@ -17,14 +17,16 @@ class SamplerSettings:
     """Read from OPENRL_SAMPLER_<FIELD>; a value that makes no sense is refused at start-up."""
 
     slots: int = 64
-    """Sequences that decode at the same time; a CPU gains little from more."""
+    """Sequences that decode at the same time, shared between the tenants that have any; a CPU gains little from more.
+    So many requests of a tenant are taken from the waiting set at a time."""
 
     kv_tokens: int = 65536
     """Positions of the cache, a power of two. It bounds the cache's memory (on a CPU untouched ones take none), the
-    length of a sequence, and how many long ones run at once: each takes the power of two above its greatest length."""
+    length of a sequence, and how many long ones run at once: each takes the power of two above what it has reached."""
 
     prefill_tokens: int = 512
-    """Prompt tokens read per step beside the running sequences: what a long prompt may delay them by."""
+    """Tokens of prompts, and of sequences that had given way, read per step beside the running sequences: what a long
+    prompt may delay them by."""
 
     versions: int = 16
     """Adapters kept in memory beyond those in use; others are loaded again on demand."""

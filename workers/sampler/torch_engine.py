@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import NamedTuple
@@ -21,44 +22,55 @@ import torch
 from torch import Tensor
 
 from openrl.tasks.errors import InvalidRequest, NotFound, OpenRLError
+from openrl.tasks.wire import codec
 from openrl.workers.model import attention
 from openrl.workers.model.loading import LoadedModel
-from openrl.workers.model.logprobs import head_logits, target_logprobs
+from openrl.workers.model.logprobs import head_logits
 from openrl.workers.model.lora import Adapter, Segment, routing
-from openrl.workers.sampler.groups import Continuation, Group, Slot, Token
-from openrl.workers.sampler.requests import Finished, Request, TopRow
-from openrl.workers.sampler.sampling import draw, tempered_logprobs, top_logprobs, uniforms
-from openrl.workers.sampler.slots import SMALLEST, Slots, next_group, prefill_shares
+from openrl.workers.model.threads import Threads
+from openrl.workers.sampler.groups import Continuation, Group, Token
+from openrl.workers.sampler.places import SMALLEST, Place
+from openrl.workers.sampler.prompts import Scores
+from openrl.workers.sampler.requests import Finished, Request
+from openrl.workers.sampler.sampling import draw, top_logprobs, uniforms
+from openrl.workers.sampler.scoring import score
+from openrl.workers.sampler.slots import Slots, prefill_shares
 from openrl.workers.sampler.stops import Decode
 from openrl.workers.sampler.versions import Versions
 
 log = logging.getLogger(__name__)
 
 DRAW_ROWS = 64
-TOPK_BYTES = 64 << 20
+LOGITS_BYTES = 64 << 20
+LOAD_WAIT_S = 0.05
+"""How long a step that has nothing to do but wait for weights waits, at most."""
 
 
 class Row(NamedTuple):
-    """New tokens of one slot: a part of a prompt (`continuation` None) or one drawn token."""
+    """New tokens of one sequence: a drawn one, or a part of what it has yet to read."""
 
     group: Group
-    continuation: Continuation | None
-    slot: Slot
+    sequence: Continuation
+    place: Place
     start: int
     tokens: Sequence[int]
 
     @property
-    def ends_prompt(self) -> bool:
-        return self.continuation is None and len(self.tokens) == self.group.num_unread
+    def reads_prompt(self) -> bool:
+        return not self.group.begun
+
+    @property
+    def draws(self) -> bool:
+        """Tell whether all that is known is in place after this row."""
+        return self.start + len(self.tokens) == self.sequence.num_known
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a row gave: the tokens drawn after it, and the log-probabilities of the prompt within it."""
+    """What a row gave: the tokens drawn after it, and what the prompt in it was worth."""
 
     tokens: list[Token] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    topk: list[TopRow] = field(default_factory=list)
+    scores: list[Scores] = field(default_factory=list)
 
 
 class Wish(NamedTuple):
@@ -68,6 +80,25 @@ class Wish(NamedTuple):
     request: Request
     sequence: int
     position: int
+
+
+class Pools:
+    """The cache, for `Slots`: one pool of places for each length, all in the same memory."""
+
+    def __init__(self, loaded: LoadedModel, kv_tokens: int) -> None:
+        self._caches = attention.KVCache.pools(loaded, tokens=kv_tokens, smallest=SMALLEST)
+
+    def __getitem__(self, place: Place) -> attention.KVCache:
+        return self._caches[place.pool]
+
+    def clear(self, place: Place) -> None:
+        self[place].clear(place.number)
+
+    def copy(self, source: Place, target: Place, num_tokens: int) -> None:
+        self[source].copy(source.number, target.number, num_tokens, into=self[target])
+
+    def move(self, source: Place, target: Place) -> None:
+        self[source].move(source.number, target.number, into=self[target])
 
 
 class TorchEngine:
@@ -85,19 +116,17 @@ class TorchEngine:
     ) -> None:
         """Run at most `num_slots` sequences on a cache of `kv_tokens` positions, a power of two."""
         self._loaded = loaded
+        self._threads = Threads()
+        self._flops_per_token = loaded.flops_per_token
         self._versions = versions
         self._decode = decode
-        self._num_slots = num_slots
         self._prefill_tokens = prefill_tokens
-        self._slots = Slots(num_slots, kv_tokens=kv_tokens)
-        self._pools = attention.KVCache.pools(loaded, tokens=kv_tokens, smallest=SMALLEST)
+        self._pools = Pools(loaded, kv_tokens)
+        self._slots = Slots(num_slots, kv_tokens=kv_tokens, memory=self._pools)
         self._groups: list[Group] = []
+        self._loading: dict[Group, Future[Adapter]] = {}
         self._arrivals = 0
-
-    @property
-    def room(self) -> int:
-        """How many more requests to take: each needs at least one slot."""
-        return max(0, self._num_slots - len(self._groups))
+        self.most_of_tenant = num_slots
 
     @property
     def requests(self) -> list[Request]:
@@ -106,7 +135,7 @@ class TorchEngine:
 
     def add(self, request: Request) -> None:
         """Let a request join at the next step."""
-        self._groups.append(Group(request, arrival=self._arrivals))
+        self._groups.append(Group(request, arrival=self._arrivals, decode=self._decode))
         self._arrivals += 1
 
     def drop_all(self) -> None:
@@ -116,46 +145,45 @@ class TorchEngine:
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """Advance everything that runs by one token, and prompts by their share; return what has ended."""
-        finished = self._admit()
+        """Advance everything that runs by one token, and what is to be read by its share; return what has ended."""
+        self._slots.arrange(self._groups)
+        finished = self._load()
         rows = self._plan()
         if rows:
             finished += self._advance(rows)
+        elif self._loading:
+            wait(self._loading.values(), timeout=LOAD_WAIT_S, return_when=FIRST_COMPLETED)
         return finished
 
-    def _admit(self) -> list[Finished]:
-        """Hand out free slots; a request whose weights can't be loaded leaves at once."""
+    def _load(self) -> list[Finished]:
+        """Ask for the weights of those that got their first place; one whose weights can't be loaded leaves."""
+        for group in self._groups:
+            if group.running and not group.ready and group not in self._loading:
+                if directory := group.request.adapter_dir:
+                    self._loading[group] = self._versions.acquire(directory)
+                else:
+                    group.ready = True
         failed = []
-        while (group := next_group(self._groups)) is not None:
-            slot = self._slots.take(group.request.cache_tokens)
-            if slot is None:
-                break
-            if group.num_unread == 0:
-                self._pools[slot.pool].copy(group.slots[0].number, slot.number, len(group.request.prompt))
-                group.run_next(slot)
-                continue
-            group.slot = slot
+        for group, future in [pair for pair in self._loading.items() if pair[1].done()]:
             try:
-                group.adapter = self._versions.acquire(group.request.adapter_dir)
-                group.acquired = True
-            except OpenRLError as failure:
+                group.adapter, group.ready = future.result(), True
+                del self._loading[group]
+            except Exception as failure:
                 failed.append(self._fail(group, failure))
         return failed
 
     def _plan(self) -> list[Row]:
-        """Choose the step's rows: single tokens together, then parts of prompts, each by adapter."""
-        reading = [group for group in self._groups if group.slot is not None and group.num_unread]
-        shares = prefill_shares([group.num_unread for group in reading], self._prefill_tokens)
-        rows = [
-            Row(group, None, group.slot, group.num_read, group.request.prompt[group.num_read : group.num_read + share])
-            for group, share in zip(reading, shares, strict=True)
-            if share and group.slot is not None
-        ]
+        """Choose the step's rows: single tokens together, then parts to be read, each by adapter."""
+        drawing: list[Continuation] = []
+        reading: list[Continuation] = []
         for group in self._groups:
-            for one in group.running:
-                assert one.slot is not None
-                rows.append(Row(group, one, one.slot, one.position, one.tokens[-1:]))
-        return sorted(rows, key=lambda row: (row.continuation is None, row.group.request.adapter_dir, row.slot))
+            for one in group.running if group.ready else ():
+                if not one.outgrown:
+                    (drawing if group.begun and one.num_held + 1 == one.num_known else reading).append(one)
+        shares = prefill_shares([one.num_known - one.num_held for one in reading], self._prefill_tokens)
+        parts = [(one, share) for one, share in zip(reading, shares, strict=True) if share]
+        rows = [_row(one, 1) for one in sorted(drawing, key=_order)]
+        return rows + [_row(one, share) for one, share in sorted(parts, key=lambda part: _order(part[0]))]
 
     def _advance(self, rows: list[Row]) -> list[Finished]:
         """Run the rows and take over what they gave; after a failure each request alone."""
@@ -187,30 +215,24 @@ class TorchEngine:
         return [Finished(request=group.request, result=group.result())]
 
     def _note(self, row: Row, outcome: Outcome) -> None:
-        group, continuation = row.group, row.continuation
-        if continuation is None:
-            group.read_prompt(len(row.tokens), outcome.logprobs, outcome.topk)
+        group, one = row.group, row.sequence
+        self._slots.charge(group.tenant, len(row.tokens))
+        one.num_held += len(row.tokens)
+        if row.reads_prompt:
+            group.read_prompt(outcome.scores)
             if outcome.tokens:
-                group.begin(outcome.tokens, self._decode)
-            return
-        continuation.push(outcome.tokens[0])
-        if continuation.stop_reason:
-            slot = group.end(continuation)
-            if slot is not None:
-                self._release(slot)
+                group.begin(outcome.tokens)
+        elif outcome.tokens:
+            one.push(outcome.tokens[0])
+        if one.stop_reason:
+            self._slots.end(one)
 
     def _leave(self, group: Group) -> None:
         """Take a group out and give back all it holds."""
-        for slot in group.slots:
-            self._release(slot)
-        if group.acquired:
+        self._slots.drop(group)
+        if self._loading.pop(group, None) or (group.ready and group.request.adapter_dir):
             self._versions.release(group.request.adapter_dir)
         self._groups.remove(group)
-
-    def _release(self, slot: Slot) -> None:
-        """Give an empty slot back: what lies there next may be cut differently."""
-        self._pools[slot.pool].clear(slot.number)
-        self._slots.give(slot)
 
     def _fail(self, group: Group, failure: Exception) -> Finished:
         """End one request with an error; what wasn't raised on purpose is logged under an id."""
@@ -225,13 +247,14 @@ class TorchEngine:
 
     def _run(self, rows: list[Row]) -> list[Outcome]:
         """Compute a step: no state but the cache's positions of these rows changes."""
+        self._threads.fit(self._flops_per_token * sum(len(row.tokens) for row in rows))
         hidden_TD = self._forward(rows)
         outcomes = [Outcome() for _ in rows]
         ends = list(accumulate(len(row.tokens) for row in rows))
         for row, outcome, end in zip(rows, outcomes, ends, strict=True):
-            if row.continuation is None:
+            if row.reads_prompt:
                 self._look_at_prompt(row, outcome, hidden_TD[end - len(row.tokens) : end])
-        drawing = [i for i, row in enumerate(rows) if row.continuation is not None or row.ends_prompt]
+        drawing = [i for i, row in enumerate(rows) if row.draws]
         if not drawing:
             return outcomes
         last_BD = hidden_TD[torch.tensor([ends[i] - 1 for i in drawing], device=hidden_TD.device)]
@@ -243,10 +266,10 @@ class TorchEngine:
 
     def _forward(self, rows: list[Row]) -> Tensor:
         """Return the final hidden states [T, D] of the rows' tokens, cached on the way."""
-        caches = [self._pools[row.slot.pool] for row in rows]
-        cache_rows = [attention.Row(row.slot.number, row.start, len(row.tokens)) for row in rows]
+        caches = [self._pools[row.place] for row in rows]
+        cache_rows = [attention.Row(row.place.number, row.start, len(row.tokens)) for row in rows]
         for cache, row in zip(caches, cache_rows, strict=True):
-            # Whatever an earlier continuation, or a try that failed, left behind.
+            # Whatever an earlier sequence, or a try that failed, left behind.
             cache.truncate(row.slot, row.start)
         device = self._loaded.device
         tokens_T = torch.tensor([token for row in rows for token in row.tokens], device=device)
@@ -258,29 +281,31 @@ class TorchEngine:
             return attention.hidden_states(self._loaded, tokens_T, positions_T)
 
     def _look_at_prompt(self, row: Row, outcome: Outcome, hidden_TD: Tensor) -> None:
-        """Fill in what the prompt's tokens after those of `row` were worth, if the request asks for it."""
+        """Fill in what the prompt's tokens after those of `row` were worth, as far as the request asks for it."""
         request = row.group.request
-        first = row.start + 1
-        targets = request.prompt[first : first + len(row.tokens)]
-        hidden_TD = hidden_TD[: len(targets)]
-        if not targets:
-            return
-        if request.prompt_logprobs:
-            outcome.logprobs = target_logprobs(
-                hidden_TD,
-                self._loaded.head,
-                torch.tensor(targets, device=hidden_TD.device),
-                lora=row.group.adapter.factors(self._loaded.head_name) if row.group.adapter else None,
-            ).tolist()
-        if request.topk_prompt:
-            rows = max(1, TOPK_BYTES // (4 * self._loaded.vocab_size))
-            for part_CD in hidden_TD.split(rows):
-                logits_CV = head_logits(self._loaded, part_CD, _segments([(row.group.adapter, len(part_CD))]))
-                outcome.topk += top_logprobs(tempered_logprobs(logits_CV, [1.0] * len(part_CD)), request.topk_prompt)
+        start = max(row.start, request.looked_at_from)
+        stop = min(row.start + len(row.tokens), len(request.prompt) - 1)
+        size = max(1, LOGITS_BYTES // (4 * self._loaded.vocab_size))
+        for first in range(start, stop, size):
+            part_CD = hidden_TD[first - row.start : min(first + size, stop) - row.start]
+            logits_CV = head_logits(self._loaded, part_CD, _segments([(row.group.adapter, len(part_CD))]))
+            outcome.scores.append(score(logits_CV, request, first))
 
 
 def _arrival(row: Row) -> int:
     return row.group.arrival
+
+
+def _row(one: Continuation, num_tokens: int) -> Row:
+    """Return the next tokens that a sequence has yet to read."""
+    assert one.place is not None
+    return Row(one.group, one, one.place, one.num_held, one.known(one.num_held, one.num_held + num_tokens))
+
+
+def _order(one: Continuation) -> tuple[str, Place]:
+    """Sort by adapter, then by place: neighbours are read together."""
+    assert one.place is not None
+    return one.group.request.adapter_dir, one.place
 
 
 def _segments(parts: Sequence[tuple[Adapter | None, int]]) -> list[Segment]:
@@ -295,10 +320,10 @@ def _segments(parts: Sequence[tuple[Adapter | None, int]]) -> list[Segment]:
 
 def _wishes(row: Row, source: int) -> Iterator[Wish]:
     request = row.group.request
-    if row.continuation is not None:
-        yield Wish(source, request, row.continuation.index, len(row.continuation.tokens))
-    else:
+    if row.reads_prompt:
         yield from (Wish(source, request, index, 0) for index in range(request.num_samples))
+    else:
+        yield Wish(source, request, row.sequence.index, len(row.sequence.tokens))
 
 
 def _drawn(logits_BV: Tensor, wishes: Sequence[Wish]) -> Iterator[Token]:
@@ -316,12 +341,14 @@ def _drawn(logits_BV: Tensor, wishes: Sequence[Wish]) -> Iterator[Token]:
         yield from map(Token, tokens_B.tolist(), logprobs_B.tolist(), top)
 
 
-def _top(logprobs_BV: Tensor, widths: Sequence[int]) -> list[TopRow | None]:
+def _top(logprobs_BV: Tensor, widths: Sequence[int]) -> list[codec.Candidates | None]:
     """Return the likeliest tokens of the rows that ask for some."""
     asking = [row for row, width in enumerate(widths) if width]
-    found: list[TopRow | None] = [None] * len(widths)
+    found: list[codec.Candidates | None] = [None] * len(widths)
     if asking:
-        index_R = torch.tensor(asking, device=logprobs_BV.device)
-        for row, best in zip(asking, top_logprobs(logprobs_BV[index_R], max(widths)), strict=True):
-            found[row] = best[: widths[row]]
+        best = top_logprobs(logprobs_BV[torch.tensor(asking, device=logprobs_BV.device)], max(widths))
+        for index, row in enumerate(asking):
+            # Copied: the whole would stay in memory as long as the narrowest part of it.
+            cells = (array[index : index + 1, : widths[row]].copy() for array in best)
+            found[row] = codec.Candidates(*cells)
     return found

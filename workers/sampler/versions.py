@@ -1,17 +1,21 @@
 """Which versions of the weights are resident: by directory, each immutable, the recent ones kept.
 
-A directory names one version for ever, so what was loaded under a name can never be stale. Knows neither
-torch nor the adapter format: it is given a function that loads.
+They are loaded one after another in a thread of their own, beside the steps. A directory names one version for ever,
+so what was loaded under a name can never be stale. Knows neither torch nor the adapter format: it is given a function
+that loads.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 from openrl.tasks.errors import NotFound, OperationFailed
+from openrl.workers.weights import layout
 
 log = logging.getLogger(__name__)
 
@@ -22,31 +26,30 @@ class Versions(Generic[Adapter]):
     """Loads versions on demand; those in use stay, and of the others the `max_idle` most recently used."""
 
     def __init__(self, load: Callable[[str], Adapter], *, max_idle: int) -> None:
+        """`load` is called in another thread; everything else here belongs to the thread that calls it."""
         self._load = load
         self._max_idle = max_idle
         self._uses: dict[str, int] = {}
-        self._resident: OrderedDict[str, Adapter] = OrderedDict()
+        self._resident: OrderedDict[str, Future[Adapter]] = OrderedDict()
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="versions")
 
-    def acquire(self, directory: str) -> Adapter | None:
-        """Return the adapter in `directory` and keep it until `release`; None for the base model ('').
+    def acquire(self, directory: str) -> Future[Adapter]:
+        """Return the adapter in `directory`, loaded or to be, and keep it until `release`.
 
-        Raises:
+        What it may raise is:
             NotFound: the directory is gone.
             OperationFailed: it is there and can't be loaded.
         """
-        if not directory:
-            return None
-        if directory not in self._resident:
-            self._resident[directory] = self._loaded(directory)
+        future = self._resident.get(directory)
+        if future is None or _failed(future):
+            future = self._resident[directory] = self._loader.submit(self._loaded, directory)
         self._resident.move_to_end(directory)
         self._uses[directory] = self._uses.get(directory, 0) + 1
         self._evict()
-        return self._resident[directory]
+        return future
 
     def release(self, directory: str) -> None:
         """Let go of what one `acquire` returned."""
-        if not directory:
-            return
         self._uses[directory] -= 1
         if not self._uses[directory]:
             del self._uses[directory]
@@ -62,13 +65,20 @@ class Versions(Generic[Adapter]):
             return self._load(directory)
         except NotFound:
             raise
-        except FileNotFoundError as failure:
-            raise NotFound(f"weights {directory!r} are gone ({failure}); save them for sampling again") from failure
         except Exception as failure:
-            log.exception("version %s can't be loaded", directory)
-            raise OperationFailed(f"weights {directory!r} can't be loaded: {failure}; save them again") from failure
+            error_id = secrets.token_hex(6)
+            log.exception("error %s: version %s can't be loaded", error_id, directory)
+            what = layout.title(directory)
+            if isinstance(failure, FileNotFoundError):
+                raise NotFound(f"{what} is gone (error {error_id}); save it for sampling again") from failure
+            raise OperationFailed(f"{what} can't be loaded (error {error_id}); save it again") from failure
 
     def _evict(self) -> None:
         idle = [directory for directory in self._resident if directory not in self._uses]
-        for directory in idle[: max(0, len(idle) - self._max_idle)]:
-            del self._resident[directory]
+        surplus = idle[: max(0, len(idle) - self._max_idle)]
+        for directory in [*surplus, *(one for one in idle[len(surplus) :] if _failed(self._resident[one]))]:
+            self._resident.pop(directory).cancel()
+
+
+def _failed(future: Future[Adapter]) -> bool:
+    return future.done() and future.exception() is not None
