@@ -8,9 +8,10 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3.14
 PIP_FLAGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
+COOKBOOK := .venv-cookbook
 MYPY := $(BIN)/mypy -p openrl
 
-.PHONY: help install demo test test-wheel lint format proto clean
+.PHONY: help install demo test test-wheel test-cookbook lint format proto clean
 
 help: ## Say what can be made
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -35,6 +36,17 @@ test: install ## Run the tests
 test-wheel: install ## Build the wheel, install it elsewhere, import every module
 	$(BIN)/python -m pytest tests/test_wheel.py $(ARGS)
 
+test-cookbook: install $(COOKBOOK)/.installed ## Run recipes of the tinker-cookbook, unmodified, against the service
+	$(BIN)/python -m pytest tests/cookbook -m cookbook $(ARGS)
+
+# tml-renderers, which the cookbook names, isn't on the index in the version that it wants; it is for models not used here.
+$(COOKBOOK)/.installed: tests/cookbook/requirements.txt
+	test -x $(COOKBOOK)/bin/python || $(PYTHON) -m venv $(COOKBOOK)
+	$(COOKBOOK)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --upgrade pip
+	$(COOKBOOK)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r $<
+	$(COOKBOOK)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-deps tinker-cookbook==0.6.1
+	@touch $@
+
 lint: install ## Check style, types and who imports whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,6 +61,6 @@ proto: install ## Compile tasks/wire/openrl.proto
 	$(BIN)/python -m grpc_tools.protoc --proto_path=.typing --python_out=.typing --pyi_out=.typing \
 		openrl/tasks/wire/openrl.proto
 
-clean: ## Remove what was built or demonstrated; .venv stays
+clean: ## Remove what was built or demonstrated; .venv and .venv-cookbook stay
 	rm -rf .demo build dist ./*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	find . -path ./.venv -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+	find . -path "./.venv*" -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

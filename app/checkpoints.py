@@ -1,16 +1,17 @@
-"""Checkpoints: promised by a save, listed by run, described by their address."""
+"""Checkpoints: promised by a save, listed by run, described by their address, kept for a time, deleted."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import marshmallow
 from flask.views import MethodView
-from marshmallow import ValidationError, fields, post_load, validate, validates_schema
+from marshmallow import ValidationError, fields, post_load, pre_load, validate, validates_schema
 
 from openrl.app import checks, wire
-from openrl.app.context import registry, tenant
+from openrl.app.context import registry, services, tenant
 from openrl.app.creation import ADAMW
 from openrl.app.schemas import (
     CursorSchema,
@@ -28,13 +29,17 @@ from openrl.app.schemas import (
 from openrl.app.submission import Submission, consumes_its_key, submit
 from openrl.tasks import keys
 from openrl.tasks.journal import Promise
-from openrl.tasks.messages import SaveWeights, SaveWeightsForSampler
+from openrl.tasks.messages import SaveWeights, SaveWeightsExternal, SaveWeightsForSampler
 from openrl.tasks.registry import Checkpoint
+from openrl.workers.weights import layout
 
-blp = wire.Blueprint("checkpoints", __name__, description="Checkpoints: save, list, describe.")
+blp = wire.Blueprint("checkpoints", __name__, description="Checkpoints: save, list, describe, delete.")
 
 TTL_LEAST_S = 3600
 TTL_MOST_S = 10 * 365 * 24 * 3600
+
+EXTERNAL = "external"
+"""The kind of a checkpoint that is there to be downloaded: nothing but its links needs its files."""
 
 ALL = 10_000_000
 """A page that holds whatever a run has: the SDK asks for that list without a page."""
@@ -98,6 +103,43 @@ class SaveForSamplerSchema(SaveSchema):
             target = {"sampler_id": keys.sampler_id(session_id, data["sampling_session_seq_id"])}
         message = SaveWeightsForSampler(**target, **self.common(data))
         return Submission(run_id=data["model_id"], seq_id=data["seq_id"], message=message)
+
+
+class SaveExternalSchema(SaveSchema):
+    """An adapter to be saved for download, under a bare name."""
+
+    path = Text(required=True)
+    age_encryption_recipients = fields.Raw()
+    type = tag("save_weights_external")
+
+    @validates_schema
+    def plain_only(self, data: Mapping[str, Any], **_options: Any) -> None:
+        """Refuse to encrypt, rather than to leave in the clear what was to be encrypted."""
+        if "age_encryption_recipients" in data:
+            raise ValidationError(
+                "isn't served: files are exported as they are; leave it out, and encrypt what you downloaded",
+                "age_encryption_recipients",
+            )
+
+    @post_load
+    def build(self, data: dict[str, Any], **_options: Any) -> Submission:
+        """Build the message."""
+        checks.check_name(data["path"])
+        message = SaveWeightsExternal(name=data["path"], **self.common(data))
+        return Submission(run_id=data["model_id"], seq_id=data["seq_id"], message=message)
+
+
+class TtlSchema(Sent):
+    """How long from now on a checkpoint is kept; null means: until it is deleted."""
+
+    ttl_seconds = Whole(least=TTL_LEAST_S, most=TTL_MOST_S, load_default=None)
+
+    @pre_load
+    def null_is_said(self, data: Any, **_options: Any) -> Any:
+        """Refuse an empty body: for ever is only what was asked for."""
+        if isinstance(data, Mapping) and "ttl_seconds" not in data:
+            raise ValidationError("is required; null keeps the checkpoint until it is deleted", "ttl_seconds")
+        return data
 
 
 class TinkerPathSchema(Sent):
@@ -174,6 +216,16 @@ class SaveForSamplerView(MethodView):
         return submit(asked)
 
 
+@blp.route("/save_weights_external")
+class SaveExternalView(MethodView):
+    @blp.response(200, PromiseSchema)
+    @consumes_its_key(SaveWeightsExternal.kind)
+    @blp.arguments(SaveExternalSchema, location="wire")
+    def post(self, asked: Submission) -> Promise:
+        """Promise the adapter as PEFT's files, `tinker://<run>/external_weights/<path>`, to be downloaded."""
+        return submit(asked)
+
+
 @blp.route("/weights_info")
 class WeightsInfoView(MethodView):
     @blp.response(200, WeightsInfoSchema)
@@ -199,3 +251,25 @@ class CheckpointListView(MethodView):
         """List one's own checkpoints, newest first."""
         found, total = registry().checkpoints(tenant(), None, page["limit"], page["offset"])
         return {"checkpoints": found, "cursor": {**page, "total_count": total}}
+
+
+@blp.route("/training_runs/<run_id>/checkpoints/<kind>/<name>")
+class CheckpointView(MethodView):
+    @blp.response(200, marshmallow.Schema)
+    def delete(self, run_id: str, kind: str, name: str) -> dict[str, Any]:
+        """Forget a checkpoint. Samplers and runs made from it keep their weights; an export's files go."""
+        gone = registry().delete_checkpoint(tenant(), run_id, f"{kind}/{name}")
+        if gone.kind == EXTERNAL:
+            layout.remove(layout.resolve(services().store.settings.data_dir, gone.directory))
+        return {}
+
+
+@blp.route("/training_runs/<run_id>/checkpoints/<kind>/<name>/ttl")
+class TtlView(MethodView):
+    @blp.response(200, marshmallow.Schema)
+    @blp.arguments(TtlSchema, location="wire")
+    def put(self, asked: dict[str, Any], run_id: str, kind: str, name: str) -> dict[str, Any]:
+        """Keep a checkpoint for `ttl_seconds` from now on."""
+        ttl_s = asked["ttl_seconds"]
+        registry().set_expiry(tenant(), run_id, f"{kind}/{name}", None if ttl_s is None else time.time() + ttl_s)
+        return {}

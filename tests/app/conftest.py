@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -123,7 +123,9 @@ class Worker:
         """Execute everything that can run now; `outcomes` by kind, else an empty success."""
         done: list[Operation] = []
         for piece in self.journal.take(MODEL.slug, self.lease):
-            for operation in piece.operations:
+            for found, body in zip(piece.operations, self.journal.bodies(piece.operations), strict=True):
+                assert isinstance(body, bytes)
+                operation = replace(found, body=body)
                 outcome = (outcomes or {}).get(operation.kind) or _outcome(operation)
                 self.journal.commit(self.lease, operation, outcome, token=piece.token)
                 done.append(operation)
@@ -131,7 +133,7 @@ class Worker:
 
     def save(self, tenant: str, run: str, name: str, kind: str = "training", **changes: Any) -> Outcome:
         """Return the outcome of a save that registers a checkpoint."""
-        segment = "weights" if kind == "training" else "sampler_weights"
+        segment = {"training": "weights", "sampler": "sampler_weights", "external": "external_weights"}[kind]
         values: dict[str, Any] = {
             "run_id": run,
             "checkpoint_id": f"{segment}/{name}",

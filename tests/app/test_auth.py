@@ -55,6 +55,42 @@ def test_every_route_but_the_health_check_wants_a_key(app: Flask, api: Api, stor
             assert (response.status_code, response.mimetype) == (expected, "application/json"), (method, path)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8000", "LOCALHOST", "[::1]:8000", "127.0.0.1:1"])
+@pytest.mark.parametrize("origin", [None, "http://localhost:3000", "http://127.0.0.1:8000", "http://[::1]"])
+def test_without_keys_this_machine_is_served_by_its_own_name(api: Api, host: str, origin: str | None) -> None:
+    headers = {"Host": host, **({"Origin": origin} if origin else {})}
+    assert api.get("/sessions", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Host": "evil.example:8000"},
+        {"Host": "127.0.0.1.evil.example"},
+        {"Host": "localhost.evil.example"},
+        {"Host": "evil@example"},
+        {"Host": "127.0.0.1@evil.example"},
+        {"Host": "[::1"},
+        {"Host": ""},
+        {"Host": "10.0.0.1:8000"},
+        {"Origin": "https://evil.example"},
+        {"Origin": "http://localhost.evil.example"},
+        {"Origin": "null"},
+        {"Origin": ""},
+    ],
+)
+def test_without_keys_another_name_or_a_foreign_page_is_refused_with_what_opens_the_service(
+    api: Api, store: Store, headers: dict[str, str]
+) -> None:
+    for refused in (api.get("/sessions", headers=headers), api.post("/create_session", {"tags": []}, headers=headers)):
+        assert (refused.status_code, refused.get_json()["error"]["code"]) == (403, "not_local")
+        assert next(iter(headers)) in refused.get_json()["detail"] and "openrl keys create" in refused.text
+    assert api.ok(api.get("/sessions"))["sessions"] == []
+    key = Tenants(store).create_key("ada")
+    assert dataclasses.replace(api, key=key).get("/sessions", headers=headers).status_code == 200
+
+
 def test_a_service_open_to_a_network_serves_nobody_without_a_key(store: Store) -> None:
     app = create_app(AppSettings(host="0.0.0.0"), store=store)
     assert app.test_client().get("/api/v1/sessions").status_code == 401

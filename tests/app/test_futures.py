@@ -32,10 +32,17 @@ def test_a_pending_future_is_a_408_that_says_why(api: Api, store: Store) -> None
         "type": "try_again",
         "request_id": f"{run}:0",
         "queue_state": "paused_capacity",
-        "queue_state_reason": "a trainer for tiny/random is starting",
+        "queue_state_reason": "no trainer answers for tiny/random",
     }
-    with Lease(store, "w1", kind="trainer", slug=MODEL.slug) as lease:
-        assert api.poll(f"{run}:0").get_json()["queue_state"] == "paused_capacity"
+    with (
+        Lease(store, "w1", kind="trainer", slug=MODEL.slug) as lease,
+        Lease(store, "w2", kind="sampler", slug=MODEL.slug),
+    ):
+        starting = api.poll(f"{run}:0").get_json()
+        assert (starting["queue_state"], starting["queue_state_reason"]) == (
+            "paused_capacity",
+            "a trainer for tiny/random is starting",
+        )
         lease.set_state("ready")
         assert api.poll(f"{run}:0").get_json()["queue_state"] == "active"
 

@@ -38,6 +38,7 @@ def server(store: Store) -> Iterator[Running]:
         **os.environ,
         "OPENRL_PORT": str(port),
         "OPENRL_API_WORKERS": "1",
+        "OPENRL_BODY_TIMEOUT_S": "2",
         "OPENRL_REDIS_URL": store.settings.redis_url,
         "OPENRL_DATA_DIR": str(store.settings.data_dir),
     }
@@ -91,3 +92,31 @@ def test_the_server_holds_polls_wakes_them_and_leaves_at_once(server: Running, w
         server.process.send_signal(signal.SIGTERM)
         assert [each.result(10).status_code for each in held] == [408] * 5
     assert server.process.wait(6) == 0
+
+
+def answer_to(server: Running, path: str, *lines: str, body: bytes) -> tuple[int, bytes]:
+    """Send a request as these bytes and nothing after them; return the status and all that comes until the end."""
+    host, port = str(server.http.base_url.host), server.http.base_url.port
+    with socket.create_connection((host, port), timeout=20) as client:
+        head = "\r\n".join([f"POST /api/v1{path} HTTP/1.1", f"Host: {host}", *lines, "", ""])
+        client.sendall(head.encode() + body)
+        said = b""
+        while b'"detail"' not in said and (part := client.recv(65536)):
+            said += part
+    return int(said.split()[1]), said
+
+
+def test_a_body_that_never_comes_or_is_broken_is_answered_in_json_and_holds_nobody(server: Running) -> None:
+    json = "Content-Type: application/json"
+    for status, word, lines, body in (
+        (400, b"chunked", (json, "Transfer-Encoding: chunked"), b"ZZZ\r\n{}\r\n"),
+        (400, b"chunked", (json, "Transfer-Encoding: chunked"), b"2\r\n{}ZZ"),
+        (408, b"stopped arriving for 2 s", (json, "Content-Length: 500"), b'{"model_id":'),
+        (408, b"stopped arriving for 2 s", (json, "Transfer-Encoding: chunked"), b"5\r\nab"),
+        (413, b"OPENRL_MAX_BODY_BYTES", (json, "Content-Length: 99999999999999"), b""),
+        (413, b"OPENRL_MAX_BODY_BYTES", (json, "Content-Length: 99999999999999"), b"abc"),
+    ):
+        found, said = answer_to(server, "/optim_step", *lines, body=body)
+        assert found == status, said
+        assert word in said and b"application/json" in said
+    assert server.http.get("/healthz").status_code == 200
