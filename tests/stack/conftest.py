@@ -53,6 +53,7 @@ class Service:
 
     data_dir: Path
     model_dir: Path
+    model: str = MODEL
     port: int = field(default_factory=free_port)
     env: dict[str, str] = field(default_factory=dict)
     options: tuple[str, ...] = ()
@@ -66,7 +67,7 @@ class Service:
     def start(self) -> Service:
         command = [
             sys.executable, "-m", "openrl.tasks.cli", "up", "--port", str(self.port), "--data-dir", str(self.data_dir),
-            "--model", f"{MODEL}={self.model_dir}", "--accelerators", "0", "--json", *self.options,
+            "--model", f"{self.model}={self.model_dir}", "--accelerators", "0", "--json", *self.options,
         ]  # fmt: skip
         environment = {**os.environ, "OPENRL_TORCH_THREADS": "1", "OPENRL_API_WORKERS": "1", **self.env}
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)

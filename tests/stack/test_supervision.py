@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,6 +87,25 @@ def test_a_restart_on_the_same_directory_finds_its_runs_and_checkpoints(own_serv
     assert own_service.stop() == 0
 
 
+def test_other_weights_under_the_name_of_a_model_that_has_runs_are_refused(
+    own_service: Service, model_dir: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model_dir, other)
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[len(weights) // 2 :] = bytes(len(weights) - len(weights) // 2)
+    (other / "model.safetensors").write_bytes(weights)
+    wire.new_run(own_service.start().http(), model=MODEL)
+    assert own_service.stop() == 0
+    directory = str(own_service.data_dir)
+    refused(
+        up("--data-dir", directory, "--model", f"{MODEL}={other}", "--port", "0"), f"--model {MODEL}", "another name"
+    )
+    assert not processes_of(own_service.data_dir)
+    own_service.start()
+    assert own_service.stop() == 0
+
+
 def test_workers_start_on_demand_stop_when_idle_and_start_again(own_service: Service) -> None:
     own_service.options = ("--idle-timeout", "3")
     http = own_service.start().http()
@@ -131,6 +151,23 @@ def test_a_killed_worker_is_replaced_and_its_run_ends_with_the_weights_of_an_und
     after = train(run, 6, 9)
     assert before + after == train(wire.new_run(http, model=MODEL), 1, 9)
     assert after[-1] < before[0]
+    assert own_service.stop() == 0
+
+
+def test_a_worker_that_hangs_is_said_to_be_gone_and_is_replaced(own_service: Service) -> None:
+    own_service.env = {"OPENRL_LEASE_S": "2", "OPENRL_POLL_MIN_S": "1", "OPENRL_POLL_MAX_S": "1"}
+    http = own_service.start().http()
+    run = wire.new_run(http, model=MODEL)
+    [hung] = workers(own_service.data_dir)
+    hung.suspend()
+    wire.forward_backward(http, run, 1, TOKENS).raise_for_status()
+    reasons = set()
+    while (answer := http.post("/retrieve_future", json={"request_id": f"{run}:1"})).status_code == 408:
+        reasons.add(answer.json()["queue_state_reason"])
+    assert answer.json()["metrics"]["loss:sum"] > 0
+    assert f"no trainer answers for {MODEL}" in reasons
+    [fresh] = workers(own_service.data_dir)
+    assert fresh.pid != hung.pid and not hung.is_running()
     assert own_service.stop() == 0
 
 

@@ -1,0 +1,282 @@
+"""What the service costs over a plain loop: one JSON line a figure, measured side by side. `make bench` runs it.
+
+Each run measures the baseline first, with the service idle, and then the service, on the same data; the medians of
+the runs are compared. docs/benchmarks.md says what each figure is and what it should be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+os.environ.update(HF_HUB_OFFLINE="1", TINKER_TELEMETRY="0", TOKENIZERS_PARALLELISM="false")
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import tinker
+import torch
+from plain import RANK, WAYS, Batch, Plain
+from service import OPENRL, sample, service, step
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY, SMOL = "bench/tiny-qwen3", "HuggingFaceTB/SmolLM2-135M-Instruct"
+THREADS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much is measured."""
+
+    runs: int = 5
+    pairs: int = 20
+    steps: int = 3
+    datums: int = 32
+    smol_datums: int = 16
+    longest: int = 256
+    samples: int = 64
+    tokens: int = 32
+    saves: int = 5
+
+
+SMALL = Size(runs=1, pairs=2, steps=1, datums=2, smol_datums=2, longest=24, samples=2, tokens=4, saves=1)
+"""For a test: everything is called, nothing is measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One line of output. `spread` is the largest minus the smallest of the runs behind `value`."""
+
+    name: str
+    value: float
+    unit: str
+    baseline: float
+    ratio: float | None
+    runs: int
+    spread: float
+
+
+class Bench:
+    """One model in both worlds: the plain loop here, a run of the service there."""
+
+    def __init__(self, client: tinker.ServiceClient, name: str, path: Path, size: Size) -> None:
+        self.size = size
+        self.vocab = 512
+        self.plain = Plain(path)
+        self.run = client.create_lora_training_client(name, rank=RANK).result()
+
+    def pair_over_plain_ms(self) -> Figure:
+        """A short datum and its step: what the way through the service adds."""
+        batch = self._batch([32])
+        data = datums(batch)
+        plain, served = self._both(
+            lambda: self.plain.step(batch, "one-by-one"), lambda: step(self.run, data), times=self.size.pairs
+        )
+        over = [1e3 * (slow - fast) for slow, fast in zip(served, plain, strict=True)]
+        return figure("pair_over_plain_ms", over, "ms", [1e3 * seconds for seconds in plain])
+
+    def train_tok_s(self, name: str, num_datums: int) -> Figure:
+        """A batch of mixed lengths and its step, against the best way of the plain loop."""
+        least = min(16, self.size.longest)
+        lengths = torch.linspace(least, self.size.longest, num_datums).round().long()
+        order = torch.randperm(num_datums, generator=torch.Generator().manual_seed(1))
+        batch = self._batch(lengths[order].tolist())
+        data, tokens = datums(batch), int(lengths.sum())
+        ways = sorted(WAYS, key=lambda way: timed(lambda: self.plain.step(batch, way), 2)[-1])
+        step(self.run, data)
+        note(f"{name}: {tokens} tokens, the plain loop is fastest {ways[0]}, then {ways[1]}")
+        plain, served = [], []
+        for _ in range(self.size.runs):
+            plain.append(min(self._plain(batch, way) for way in ways[:2]))
+            served.append(mean(timed(lambda: step(self.run, data), self.size.steps)))
+        return compared(name, [tokens / seconds for seconds in served], "tok/s", [tokens / s for s in plain])
+
+    def _plain(self, batch: Batch, way: str) -> float:
+        return mean(timed(lambda: self.plain.step(batch, way), self.size.steps))
+
+    def sample64_tok_s(self) -> Figure:
+        """Many short samples asked for at once, against `generate` on the whole batch."""
+        size = self.size
+        prompts = torch.randint(self.vocab, (size.samples, 16), generator=torch.Generator().manual_seed(2))
+        sampler = self.run.save_weights_and_get_sampling_client()
+        total = size.samples * size.tokens
+        plain, served = self._both(
+            lambda: self.plain.generate(prompts, size.tokens),
+            lambda: check(sample(sampler, prompts.tolist(), size.tokens) == total, "a sample came back short"),
+        )
+        return compared("sample64_tok_s", [total / s for s in served], "tok/s", [total / s for s in plain])
+
+    def save_to_first_token_ms(self) -> Figure:
+        """From the call that saves weights for sampling to a first token drawn from them."""
+        prompt = list(range(16))
+        plain, served = self._both(
+            lambda: self.plain.save_and_generate(torch.tensor([prompt])),
+            lambda: check(
+                sample(self.run.save_weights_and_get_sampling_client(), [prompt], 1) == 1, "no token was drawn"
+            ),
+            times=self.size.saves,
+        )
+        return figure("save_to_first_token_ms", [1e3 * s for s in served], "ms", [1e3 * s for s in plain])
+
+    def _both(
+        self, plain: Callable[[], object], served: Callable[[], object], *, times: int = 1
+    ) -> tuple[list[float], list[float]]:
+        """Return seconds a call, run by run, after one round that isn't counted."""
+        rounds = [(mean(timed(plain, times)), mean(timed(served, times))) for _ in range(self.size.runs + 1)]
+        first, second = zip(*rounds[1:], strict=True)
+        return list(first), list(second)
+
+    def _batch(self, lengths: list[int]) -> Batch:
+        draw = torch.Generator().manual_seed(0)
+        rows = [torch.randint(self.vocab, (length + 1,), generator=draw) for length in lengths]
+        return [(row[:-1], row[1:]) for row in rows]
+
+
+def datums(batch: Batch) -> list[tinker.Datum]:
+    """Return a batch as the SDK sends it."""
+    return [
+        tinker.Datum(
+            model_input=tinker.ModelInput.from_ints(tokens.tolist()),
+            loss_fn_inputs={
+                "target_tokens": tinker.TensorData.from_torch(targets),
+                "weights": tinker.TensorData.from_torch(torch.ones(len(targets))),
+            },
+        )
+        for tokens, targets in batch
+    ]
+
+
+def tiny_qwen3(path: Path) -> Path:
+    """Write a small random Qwen3 with a tokenizer of one word a token, which nothing here reads."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+        dtype="float32",
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    Tokenizer(WordLevel({str(token): token for token in range(512)}, unk_token="0"))  # noqa: S106  # a token of the vocabulary.save(str(path / "tokenizer.json"))
+    return path
+
+
+def smol(home: Path) -> Path:
+    """Return the folder of SmolLM2-135M, fetched if it isn't there."""
+    path = home / SMOL
+    if not (path / "config.json").exists():
+        subprocess.run([OPENRL, "model", "fetch", "smollm2-135m-instruct", "--to", path], check=True, stdout=sys.stderr)
+    return path
+
+
+def timed(call: Callable[[], object], times: int) -> list[float]:
+    """Return the seconds that each call took."""
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
+def mean(values: list[float]) -> float:
+    """Return the mean."""
+    return sum(values) / len(values)
+
+
+def figure(name: str, values: list[float], unit: str, baseline: list[float], *, ratio: float | None = None) -> Figure:
+    """Return the line for a figure's runs."""
+    return Figure(
+        name=name,
+        value=round(median(values), 3),
+        unit=unit,
+        baseline=round(median(baseline), 3),
+        ratio=None if ratio is None else round(ratio, 3),
+        runs=len(values),
+        spread=round(max(values) - min(values), 3),
+    )
+
+
+def compared(name: str, values: list[float], unit: str, baseline: list[float]) -> Figure:
+    """Return the line for a figure whose target is a ratio to the baseline."""
+    return figure(name, values, unit, baseline, ratio=median(values) / median(baseline))
+
+
+def check(holds: bool, otherwise: str) -> None:
+    """Stop when the service didn't do what was measured."""
+    if not holds:
+        sys.exit(f"bench: {otherwise}")
+
+
+def note(text: str) -> None:
+    """Tell whoever watches; standard output is for the figures."""
+    print(f"bench: {text} (load {os.getloadavg()[0]:.1f})", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", metavar="FIGURE", help="measure these alone")
+    parser.add_argument("--small", action="store_true", help="call everything once on next to nothing: for a test")
+    parser.add_argument("--home", type=Path, default=ROOT / ".demo", help="where SmolLM2 is, or is put")
+    args = parser.parse_args()
+    size = SMALL if args.small else Size()
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(THREADS)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service ends with its `with`
+    wanted = args.only or list(FIGURES)
+    with tempfile.TemporaryDirectory() as folder:
+        models = {TINY: tiny_qwen3(Path(folder) / "tiny")}
+        if "train_tok_s_smol" in wanted:
+            models[SMOL] = models[TINY] if args.small else smol(args.home)
+        with service(models) as client:
+            measure(client, models, size, wanted)
+
+
+FIGURES: dict[str, tuple[str, Callable[[Bench], Figure]]] = {
+    "pair_over_plain_ms": (TINY, Bench.pair_over_plain_ms),
+    "train_tok_s": (TINY, lambda bench: bench.train_tok_s("train_tok_s", bench.size.datums)),
+    "sample64_tok_s": (TINY, Bench.sample64_tok_s),
+    "save_to_first_token_ms": (TINY, Bench.save_to_first_token_ms),
+    "train_tok_s_smol": (SMOL, lambda bench: bench.train_tok_s("train_tok_s_smol", bench.size.smol_datums)),
+}
+
+
+def measure(client: tinker.ServiceClient, models: dict[str, Path], size: Size, wanted: list[str]) -> None:
+    """Print each figure as soon as it is there."""
+    bench: Bench | None = None
+    served = ""
+    for name in wanted:
+        model, take = FIGURES[name]
+        if bench is None or served != model:
+            bench, served = Bench(client, model, models[model], size), model
+            gc.collect()
+            gc.freeze()  # what a loop's own process doesn't hold must not slow the client's collector down
+        print(json.dumps(asdict(take(bench))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
