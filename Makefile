@@ -11,7 +11,7 @@ STAMP := .venv/.installed
 COOKBOOK := .venv-cookbook
 MYPY := $(BIN)/mypy -p openrl
 
-.PHONY: help install demo test test-wheel test-cookbook lint format proto clean
+.PHONY: help install demo bench test test-wheel test-cookbook lint format proto clean
 
 help: ## Say what can be made
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -46,6 +46,9 @@ $(COOKBOOK)/.installed: tests/cookbook/requirements.txt
 	$(COOKBOOK)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r $<
 	$(COOKBOOK)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-deps tinker-cookbook==0.6.1
 	@touch $@
+
+bench: install ## Measure what the service costs over a plain loop: one JSON line a figure, some minutes
+	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 lint: install ## Check style, types and who imports whom
 	$(BIN)/ruff check .

@@ -211,9 +211,10 @@ class Completions:
         if message is None:
             return
         with self._lock:
-            if message["type"] == "subscribe":
-                events = [event for group in self._waiting.values() for event in group]
-                wakes = list(self._wakes.values())
+            if message["type"] == "subscribe" and message["channel"] == keys.WAKE.encode():
+                events, wakes = [], list(self._wakes.values())
+            elif message["type"] == "subscribe":
+                events, wakes = [event for group in self._waiting.values() for event in group], []
             elif message["channel"] == keys.WAKE.encode():
                 events, wakes = [], [wake for worker, wake in self._wakes.items() if worker == message["data"]]
             else:

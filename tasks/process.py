@@ -1,4 +1,5 @@
-"""A process and its surroundings: it leaves when the one that started it is gone, and may open files enough.
+"""A process and its surroundings: it leaves when the one that started it is gone or when nothing that it does works
+any more, and may open files enough.
 
 `openrl up` is the only parent of everything it starts and says so in OPENRL_PARENT_PID; where that is
 unset (Kubernetes, a process started by hand) nothing here does anything. Knows nothing of what the
@@ -8,12 +9,16 @@ process is for: it asks it to end as an operator would, and insists after a whil
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import resource
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
 
 PARENT_PID = "OPENRL_PARENT_PID"
 GRACE_S = 12.0
@@ -22,7 +27,37 @@ GRACE_S = 12.0
 MOST_OPEN_FILES = 1 << 20
 """Linux's own default bound. Containers allow a thousand times that, and some programs walk through all of them."""
 
+MOST_FAILURES = 20
+"""So many failures of one kind in a row are no accident."""
+
 _PR_SET_PDEATHSIG = 1
+
+
+class Streak:
+    """Failures in a row of a loop that goes on after each; too many of one kind end the process.
+
+    A fault of the program would repeat for ever while everybody waits. The process ends as if killed, handing nothing
+    back: so its successor suspects what it was at, and in the end fails that. Trouble of the machine (OSError), which
+    a successor would have too, ends nothing. `leave` takes the exit status.
+    """
+
+    def __init__(self, leave: Callable[[int], object] = os._exit) -> None:
+        self._leave = leave
+        self._kind: type[Exception] | None = None
+        self._length = 0
+
+    def end(self) -> None:
+        """Note a success."""
+        self._kind, self._length = None, 0
+
+    def add(self, error: Exception) -> None:
+        """Note a failure, and end the process where it is one too many."""
+        self._length = self._length + 1 if type(error) is self._kind else 1
+        self._kind = type(error)
+        if self._length >= MOST_FAILURES and not isinstance(error, OSError):
+            log.critical("%s failed %d times in a row; leaving", type(error).__name__, self._length)
+            logging.shutdown()
+            self._leave(1)
 
 
 def signal_on_parent_death() -> None:

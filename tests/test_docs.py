@@ -13,7 +13,7 @@ from openrl.workers.trainer.settings import TrainerSettings
 
 PAGE = Path(__file__).parents[1] / "docs" / "operations.md"
 
-OF_UP = {"listen_fd", "redis_url", "data_dir", "broker_url", "host", "port", "api_workers"}
+OF_UP = {"redis_url", "data_dir", "broker_url", "host", "port", "listen_fd", "api_workers"}
 """`openrl up` sets these for its children."""
 
 BESIDE = {"OPENRL_LOG_LEVEL": "INFO", "OPENRL_DOORBELL_THREADS": "256", "OPENRL_ORPHAN_AGE_S": "86400"}

@@ -370,6 +370,18 @@ def test_a_bad_sample_is_refused(changes, reason):
     assert reason in refusal(checks.check_sample, sample(**changes), MODEL, max_samples=64)
 
 
+def test_what_one_request_may_draw_is_bounded_and_the_refusal_names_all_three_numbers():
+    large = TinyModel(vocab_size=2000, max_context=10_000)
+    checks.check_sample(sample(num_samples=1024, max_tokens=4096), large)
+    checks.check_sample(sample(num_samples=4, max_tokens=1023, topk_sample_logprobs=1024), large)
+    wanted = {"num_samples": 1024, "max_tokens": 8000, "topk_sample_logprobs": 1024}
+    text = refusal(checks.check_sample, sample(**wanted), large)
+    assert "num_samples is 1024" in text and "max_tokens 8000" in text and "topk_sample_logprobs 1024" in text
+    assert "is 8396800000 and must be at most 4194304" in text
+    text = refusal(checks.check_sample, sample(num_samples=1024, max_tokens=None), large)
+    assert "max_tokens 9997 (absent: all that the context leaves)" in text
+
+
 @pytest.mark.parametrize("field", ["topk_prompt_logprobs", "prompt_alt_tokens_k"])
 def test_the_numbers_over_a_whole_prompt_are_bounded(field):
     large = TinyModel(vocab_size=2000, max_context=2000)

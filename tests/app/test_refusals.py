@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import zstandard
 from werkzeug.test import TestResponse
@@ -13,6 +14,7 @@ from openrl.app.factory import create_app
 from openrl.app.settings import AppSettings
 from openrl.tasks import keys
 from openrl.tasks.store import Store
+from openrl.tasks.wire import openrl_pb2 as pb
 from tests.app.conftest import MODEL, PROTOBUF, Api, Worker, forward_backward
 
 NAN = float("nan")
@@ -327,6 +329,33 @@ def test_metadata_as_deep_as_json_may_be_is_kept(api: Api) -> None:
         deep = {"x": deep}
     session = api.ok(api.post("/create_session", {"user_metadata": deep}))["session_id"]
     assert set(api.ok(api.get(f"/sessions/{session}"))["user_metadata"]) == {"x"}
+
+
+def test_a_tensor_whose_bytes_do_not_make_its_shape_is_refused_by_name(api: Api) -> None:
+    """As forward_backward_custom of the SDK would make it: zero weights, one for each listed cell of sparse targets."""
+    run = api.run()
+    call = pb.ForwardBackwardCall.FromString(forward_backward(run, 1))
+    inputs = call.data[0].loss_fn_inputs
+    sparse = pb.Tensor(dtype=pb.ELEMENT_INT64, shape=[4, 3])
+    for name, numbers in {"values": [5, 6], "crow_indices": [0, 1, 1, 1, 2], "col_indices": [2, 0]}.items():
+        setattr(sparse.sparse_csr, name, np.array(numbers, "<i8").tobytes())
+    inputs["target_tokens"].CopyFrom(sparse)
+    inputs["weights"].CopyFrom(pb.Tensor(dtype=pb.ELEMENT_FLOAT32, shape=[4, 3], dense=bytes(8)))
+    words = ["data[0].loss_fn_inputs['weights']", "has 2 values; its shape [4, 3] needs 12"]
+    refused(api.send("/forward_backward", call.SerializeToString(), headers=PROTOBUF), 422, *words)
+    targets = {
+        "data": [5, 6], "dtype": "int64", "shape": [4, 3],
+        "sparse_crow_indices": [0, 1, 1, 1, 2], "sparse_col_indices": [2, 0],
+    }  # fmt: skip
+    datum = {
+        "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3, 4]}]},
+        "loss_fn_inputs": {
+            "target_tokens": targets,
+            "weights": {"data": [0.0, 0.0], "dtype": "float32", "shape": [4, 3]},
+        },
+    }
+    body = {"model_id": run, "seq_id": 2, "forward_input": {"data": [datum], "loss_fn": "cross_entropy"}}
+    refused(api.post("/forward", body), 422, *words)
 
 
 def test_a_body_that_broke_off_uses_nothing_up(api: Api, worker: Worker) -> None:

@@ -12,6 +12,7 @@ from openrl.tasks.futures import Completions, Futures
 from openrl.tasks.journal import Journal
 from openrl.tasks.messages import Sample
 from openrl.tasks.ownership import Lease
+from openrl.tasks.process import Streak
 from openrl.tasks.registry import Registry
 from openrl.tasks.wire import codec
 from openrl.workers.sampler.engine import SamplerEngine
@@ -64,15 +65,15 @@ def serve(store):
     """Start engines, each with its runner, that are stopped at the end."""
     running = []
 
-    def begin(runner=None, name="sampler-1"):
+    def begin(runner=None, name="sampler-1", journal=None, **options):
         def new_lease():
             return Lease(store, name, kind="sampler", slug=SLUG)
 
         completions = Completions(store)
         waiter = Waiter(store, completions, worker_id=lambda: name)
         engine = SamplerEngine(
-            runner or Counter(), Journal(store), waiter,
-            lease=new_lease(), new_lease=new_lease, slug=SLUG, limits=LIMITS, poll_s=0.05, stop_s=2.0,
+            runner or Counter(), journal or Journal(store), waiter,
+            lease=new_lease(), new_lease=new_lease, slug=SLUG, limits=LIMITS, poll_s=0.05, stop_s=2.0, **options,
         )  # fmt: skip
         engine.start()
         running.append((engine, completions))
@@ -100,6 +101,19 @@ def submit(store):
         return Journal(store).submit_sample(tenant, samplers[tenant], next(numbers), message).request_id
 
     return send
+
+
+def test_an_engine_whose_every_turn_fails_ends_its_process(store, serve):
+    left = threading.Event()
+    serve(streak=Streak(lambda status: left.set() if status else None), journal=Broken(store))
+    assert left.wait(30)
+
+
+class Broken(Journal):
+    """A journal whose program is at fault."""
+
+    def take_samples(self, *_args, **_options):
+        raise TypeError("no such argument")
 
 
 def shown(store):

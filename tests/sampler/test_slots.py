@@ -1,7 +1,7 @@
 """Who gets a slot and a place, who gives way, and who reads how much of a prompt: simulated without a model."""
 
-import itertools
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,9 +85,11 @@ class World:
 
     def step(self) -> None:
         self.num_steps += 1
-        self.slots.arrange(self.groups)
+        able = self.slots.arrange(self.groups)
         self.check()
-        able = [one for each in self.groups for one in each.running if not one.outgrown]
+        assert sorted(one.age for one in able) == [
+            one.age for each in self.groups for one in sorted(each.running, key=lambda one: one.age) if not one.outgrown
+        ]
         assert able or not self.groups, "nobody can go on"
         reading = [one for one in able if not one.group.begun or one.num_held + 1 < one.num_known]
         shares = prefill_shares([one.num_known - one.num_held for one in reading], self.prefill_tokens)
@@ -98,7 +100,7 @@ class World:
         running = [one for each in self.groups for one in each.running]
         assert len(running) <= self.num_slots
         stretches = sorted((one.place.start, one.place.start + one.place.length) for one in running)
-        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(stretches))
+        assert all(stop <= start for (_, stop), (start, _) in pairwise(stretches))
         assert all(stop <= self.kv_tokens for _, stop in stretches)
 
     def read(self, one, num_tokens: int) -> None:
@@ -132,6 +134,9 @@ class World:
             assert self.num_steps < most_steps, "somebody starves"
         for one in groups:
             assert [list(each.tokens) for each in one.result().sequences] == one.wanted
+        assert not any(self.line.cells), "something was left in the cache"
+        self.slots.arrange([group("a", 0, prompt=self.kv_tokens, max_tokens=1)])
+        assert self.slots._running, "some room was lost"
 
 
 def test_a_place_is_the_power_of_two_above_what_is_asked_and_the_lowest():
@@ -196,8 +201,6 @@ def test_whoever_gives_way_every_request_ends_with_the_tokens_it_draws_alone_and
         for one in groups
     )
     world.run(groups, most_steps=int(2 * work) + 100)
-    assert world.slots._places.take(pool_of(world.kv_tokens)) is not None
-    assert not any(world.line.cells)
 
 
 @given(st.integers(2, 8), st.sampled_from([1024, 4096]), st.integers(0, 700), st.integers(1, 60))
@@ -266,9 +269,34 @@ def test_small_requests_pass_a_big_one_that_finds_no_place_but_only_for_a_while(
     assert len(passed) > 10
 
 
+def growers(*sizes: tuple[str, int, int]) -> list[Group]:
+    """Requests of a tenant, with a prompt and a number of tokens that they do draw."""
+    arrivals, found = iter(range(10_000)), []
+    for tenant, prompt, num_tokens in sizes:
+        requests = (group(tenant, arrival, prompt=prompt, max_tokens=num_tokens) for arrival in arrivals)
+        found.append(next(one for one in requests if len(alone(one)[0]) == num_tokens))
+    return found
+
+
 def test_who_waits_in_vain_for_a_longer_place_gives_up_its_own():
-    world = World(4, kv_tokens=1024)
-    world.run([group("a", i, prompt=3, max_tokens=900) for i in range(4)], most_steps=5000)
+    world = World(4, kv_tokens=2048, prefill_tokens=2048)
+    world.groups += growers(("a", 500, 500), ("a", 3, 500), ("a", 250, 600))
+    for _ in range(262 + PATIENCE):
+        world.step()
+    assert [one.running[0].outgrown for one in world.groups] == [False, False, True]
+    for _ in range(3):
+        world.step()
+    assert [len(one.running) for one in world.groups] == [1, 1, 0]
+
+
+def test_when_all_have_outgrown_their_places_the_youngest_gives_way():
+    world = World(4, kv_tokens=2048, prefill_tokens=2048)
+    world.run(growers(("a", 768, 400), ("a", 256, 400), ("b", 256, 400)), most_steps=2000)
+
+
+def test_a_place_that_was_left_for_a_longer_one_elsewhere_is_free_again():
+    world = World(4, kv_tokens=4096)
+    world.run(growers(("a", 3, 700), ("a", 3, 700)), most_steps=2000)
 
 
 def test_the_last_of_a_group_hands_its_prompt_on():

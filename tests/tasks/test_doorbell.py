@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from openrl.tasks import keys
 from openrl.tasks.doorbell import Waiter
 from openrl.tasks.errors import OperationFailed
 from openrl.tasks.futures import Completions
-from openrl.tasks.messages import OptimStep
+from openrl.tasks.messages import OptimStep, Sample
 from openrl.tasks.operations import Outcome
 
 TENANT = "local"
@@ -94,5 +95,29 @@ def test_a_ring_at_the_wrong_worker_wakes_the_owner(journal, created, store, com
     stranger = Waiter(store, completions, worker_id=lambda: "w2")
     stranger.release()
     stranger.wait_for(TENANT, f"{run_id}:1")
+    assert woken.wait(LONG_S)
+    assert not other_woken.is_set()
+
+
+def test_what_is_appended_wakes_the_owner_of_the_run_without_any_doorbell(journal, created, completions):
+    run_id, _, _ = created
+    woken, other_woken = threading.Event(), threading.Event()
+    completions.call_on_wake("w1", woken.set)
+    assert woken.wait(LONG_S)  # by the subscription
+    woken.clear()
+    completions.call_on_wake("w2", other_woken.set)
+    journal.submit(TENANT, run_id, 1, OptimStep())
+    assert woken.wait(LONG_S)
+    assert not other_woken.is_set()
+
+
+def test_a_sample_wakes_the_samplers_of_its_base_model(journal, registry, session_id, completions):
+    sampler = registry.create_sampler(TENANT, session_id=session_id, seq=0, base_model="tiny", slug="tiny")
+    woken, other_woken = threading.Event(), threading.Event()
+    completions.call_on_wake(keys.samplers("tiny"), woken.set)
+    assert woken.wait(LONG_S)  # by the subscription
+    woken.clear()
+    completions.call_on_wake(keys.samplers("other"), other_woken.set)
+    journal.submit_sample(TENANT, sampler, 0, Sample(adapter_dir="", prompt=(1,), num_samples=1))
     assert woken.wait(LONG_S)
     assert not other_woken.is_set()

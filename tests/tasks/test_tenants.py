@@ -50,3 +50,10 @@ def test_a_tenant_needs_a_possible_name(tenants):
     with pytest.raises(InvalidRequest):
         tenants.create_key("Team A")
     assert not tenants.any_keys()
+
+
+def test_one_look_tells_whose_key_it_is_and_whether_there_are_any(tenants):
+    assert tenants.look_up("tml-unknown") == (None, False)
+    secret = tenants.create_key("team-a")
+    assert tenants.look_up(secret) == ("team-a", True)
+    assert tenants.look_up("") == (None, True)

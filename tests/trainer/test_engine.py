@@ -11,6 +11,7 @@ import pytest
 from openrl.tasks import keys
 from openrl.tasks.errors import StaleOwner, StoreFault, StoreUnavailable
 from openrl.tasks.messages import OptimStep, SaveWeights, SaveWeightsForSampler
+from openrl.tasks.process import MOST_FAILURES, Streak
 from openrl.tasks.wire.codec import output_to_json
 from tests.trainer.bench import forward_backward
 from tests.trainer.test_device import bits
@@ -522,3 +523,19 @@ def until(trainer, condition) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it doesn't happen"
         trainer.spin()
+
+
+def test_an_engine_whose_every_step_fails_ends_its_process(service):
+    left = []
+    trainer = service.trainer()
+    engine = trainer.engine
+    engine._streak = Streak(left.append)
+    engine._stopping.set()  # which ends the pauses
+
+    def at_fault():
+        raise TypeError("no such argument")
+
+    for _ in range(MOST_FAILURES):
+        assert not left
+        assert engine._guarded(at_fault) is False
+    assert left == [1]

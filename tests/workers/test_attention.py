@@ -138,6 +138,22 @@ def test_a_copied_prompt_continues_like_its_own(loaded):
         torch.testing.assert_close(hidden_D, expected_D, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_sequence_continues_in_a_longer_slot_that_it_was_moved_to_also_over_its_own(loaded, number):
+    small, large, _ = KVCache.pools(loaded, tokens=64, smallest=16)
+    (prompt,) = some_sequences(16)
+    prefill(loaded, small, prompt, slot=number)
+    large.clear(0)
+    small.move(number, 0, into=large)
+
+    assert small.lengths == [0] * 4 and large.lengths == [16, 0]
+    with torch.no_grad(), cached(large, [Row(0, 16, 1)]):
+        hidden_BD = hidden_states(loaded, torch.tensor([5]), row_positions([Row(0, 16, 1)]))
+    expected_D = full(loaded, torch.cat([prompt, torch.tensor([5])]))[-1]
+    torch.testing.assert_close(hidden_BD[0], expected_D, atol=1e-5, rtol=1e-5)
+    assert not large.keys[:, 0, :, 17:].any() and not large.keys[:, 1].any()
+
+
 @pytest.mark.parametrize("row", [Row(0, 3, 1), Row(0, 5, 4), Row(0, 4, 0)])
 def test_a_row_that_does_not_continue_its_slot_is_refused_and_changes_nothing(loaded, row):
     cache = KVCache(loaded, slots=2, max_length=8)

@@ -20,6 +20,7 @@ from openrl.tasks.doorbell import Waiter
 from openrl.tasks.errors import InvalidRequest, StaleOwner, StoreFault, StoreUnavailable
 from openrl.tasks.journal import Journal, Outcome, SampleJob
 from openrl.tasks.ownership import Lease
+from openrl.tasks.process import Streak
 from openrl.workers.sampler.requests import Finished, Limits, Request, read, write
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class SamplerEngine:
         limits: Limits,
         poll_s: float = 0.25,
         stop_s: float = 5.0,
+        streak: Streak | None = None,
     ) -> None:
         """`new_lease` is called when `lease` was lost; `stop_s` bounds how long `stop` waits for a step."""
         self.lease = lease
@@ -72,6 +74,7 @@ class SamplerEngine:
         self._limits = limits
         self._poll_s = poll_s
         self._stop_s = stop_s
+        self._streak = streak or Streak()
         self._woken = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="sampler-engine", daemon=True)
@@ -113,12 +116,14 @@ class SamplerEngine:
         while not self._stopping.is_set():
             try:
                 self._turn()
+                self._streak.end()
             except StoreUnavailable as failure:
                 log.warning("%s", failure)
                 self._stopping.wait(self._poll_s)
-            except Exception:
-                # Nothing may end this thread: what it holds would hang. Samples are safe in the waiting set.
+            except Exception as failure:
+                # Nothing may end this thread alone: what it holds would hang. Samples are safe in the waiting set.
                 log.exception("a turn of the engine failed")
+                self._streak.add(failure)
                 self._stopping.wait(self._poll_s)
 
     def _turn(self) -> None:

@@ -56,14 +56,17 @@ class Slots:
         self._running: list[Continuation] = []
         self._held: Counter[str] = Counter()
 
-    def arrange(self, groups: Iterable[Group]) -> None:
-        """Before a step: let sequences grow, enter and give way, so that at least one can go on."""
+    def arrange(self, groups: Iterable[Group]) -> list[Continuation]:
+        """Before a step: let sequences grow, enter and give way; return those that can go on, one at least."""
         self._step += 1
         self._groups = list(groups)
         self._running = [one for group in self._groups for one in group.running]
+        outgrown = sorted((one for one in self._running if one.outgrown), key=_age)
+        if not outgrown and not any(group.waiting for group in self._groups):
+            return self._running
         self._held = Counter(one.group.tenant for one in self._running)
         self._fair.forget_idle({group.tenant for group in self._groups})
-        for one in sorted((one for one in self._running if one.outgrown), key=_age):
+        for one in outgrown:
             if one.place is not None and not self._grow(one) and self._overdue(one):
                 self._evict(one)
         self._let_in()
@@ -71,6 +74,7 @@ class Slots:
         while self._running and all(one.outgrown for one in self._running):
             if not self._grow(min(self._running, key=_age)):
                 self._evict(max(self._running, key=_age))
+        return [one for one in self._running if not one.outgrown]
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """Note what a tenant had of a step."""

@@ -146,9 +146,9 @@ class TorchEngine:
     @torch.inference_mode()
     def step(self) -> list[Finished]:
         """Advance everything that runs by one token, and what is to be read by its share; return what has ended."""
-        self._slots.arrange(self._groups)
+        able = self._slots.arrange(self._groups)
         finished = self._load()
-        rows = self._plan()
+        rows = self._plan([one for one in able if one.group.ready])
         if rows:
             finished += self._advance(rows)
         elif self._loading:
@@ -172,14 +172,13 @@ class TorchEngine:
                 failed.append(self._fail(group, failure))
         return failed
 
-    def _plan(self) -> list[Row]:
+    def _plan(self, able: Sequence[Continuation]) -> list[Row]:
         """Choose the step's rows: single tokens together, then parts to be read, each by adapter."""
         drawing: list[Continuation] = []
         reading: list[Continuation] = []
-        for group in self._groups:
-            for one in group.running if group.ready else ():
-                if not one.outgrown:
-                    (drawing if group.begun and one.num_held + 1 == one.num_known else reading).append(one)
+        for one in able:
+            (drawing if one.group.begun and one.num_held + 1 == one.num_known else reading).append(one)
+        reading.sort(key=lambda one: one.age)
         shares = prefill_shares([one.num_known - one.num_held for one in reading], self._prefill_tokens)
         parts = [(one, share) for one, share in zip(reading, shares, strict=True) if share]
         rows = [_row(one, 1) for one in sorted(drawing, key=_order)]
@@ -190,20 +189,20 @@ class TorchEngine:
         try:
             outcomes = self._run(rows)
         except Exception as failure:
-            by_group = [list(part) for _, part in groupby(sorted(rows, key=_arrival), key=_arrival)]
+            by_group: dict[Group, list[Row]] = {}
+            for row in rows:
+                by_group.setdefault(row.group, []).append(row)
             if len(by_group) == 1:
                 return [self._fail(rows[0].group, failure)]
             log.warning("a step of %d requests failed (%s); trying them one by one", len(by_group), failure)
-            return [ended for part in by_group for ended in self._advance(part)]
-        finished = []
-        pairs = sorted(zip(rows, outcomes, strict=True), key=lambda pair: _arrival(pair[0]))
-        for _, part in groupby(pairs, key=lambda pair: _arrival(pair[0])):
-            finished += self._take_over(list(part))
-        return finished
+            return [ended for part in by_group.values() for ended in self._advance(part)]
+        given: dict[Group, list[tuple[Row, Outcome]]] = {}
+        for row, outcome in zip(rows, outcomes, strict=True):
+            given.setdefault(row.group, []).append((row, outcome))
+        return [ended for group, pairs in given.items() for ended in self._take_over(group, pairs)]
 
-    def _take_over(self, pairs: list[tuple[Row, Outcome]]) -> list[Finished]:
-        """Note what some rows of one group gave."""
-        group = pairs[0][0].group
+    def _take_over(self, group: Group, pairs: list[tuple[Row, Outcome]]) -> list[Finished]:
+        """Note what the rows of one group gave."""
         try:
             for row, outcome in pairs:
                 self._note(row, outcome)
@@ -290,10 +289,6 @@ class TorchEngine:
             part_CD = hidden_TD[first - row.start : min(first + size, stop) - row.start]
             logits_CV = head_logits(self._loaded, part_CD, _segments([(row.group.adapter, len(part_CD))]))
             outcome.scores.append(score(logits_CV, request, first))
-
-
-def _arrival(row: Row) -> int:
-    return row.group.arrival
 
 
 def _row(one: Continuation, num_tokens: int) -> Row:

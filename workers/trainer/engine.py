@@ -21,6 +21,7 @@ from openrl.tasks.journal import Journal, Operation, Outcome, Slice
 from openrl.tasks.messages import CreateModel, ForwardBackward, LoadWeights, Message, OptimStep, decode
 from openrl.tasks.operations import MISSING, REFUSED
 from openrl.tasks.ownership import Lease
+from openrl.tasks.process import Streak
 from openrl.workers.trainer.device import Device
 from openrl.workers.trainer.passes import Chosen, Pending, Planner, Queue
 from openrl.workers.trainer.recovery import Recovery
@@ -63,6 +64,7 @@ class TrainerEngine:
         recovery: Recovery,
         waiter: Waiter,
         settings: TrainerSettings,
+        streak: Streak | None = None,
     ) -> None:
         self._slug = slug
         self._journal = journal
@@ -73,6 +75,7 @@ class TrainerEngine:
         self._recovery = recovery
         self._waiter = waiter
         self._settings = settings
+        self._streak = streak or Streak()
         self._planner = Planner(token_budget=settings.token_budget)
         self._residents = Residents(settings)
         self._doubtful: dict[Key, Doubt] = {}
@@ -118,19 +121,21 @@ class TrainerEngine:
         self._guarded(self.hand_back_all)
 
     def _guarded(self, step: Callable[[], bool]) -> bool:
-        """Take one step of the loop; nothing that a step raises may end the thread."""
+        """Take one step of the loop; nothing that a step raises may end the thread alone."""
         try:
             progressed = step()
             if self._store_is_down:
                 log.info("the store answers again")
             self._store_is_down = False
+            self._streak.end()
             return progressed
         except StoreUnavailable as error:
             self._note_store_down(error)
         except StaleOwner as error:
             self._start_over(error)
-        except Exception:
+        except Exception as error:
             log.exception("the engine's step failed; going on")
+            self._streak.add(error)
         self._stopping.wait(RETRY_S)
         return False
 
