@@ -9,13 +9,15 @@ PIP_FLAGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 COOKBOOK := .venv-cookbook
+SDKS := 0.6.3 0.18.2 0.24.1 0.30.4 0.38.0
 MYPY := $(BIN)/mypy -p openrl
+PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help install demo bench test test-wheel test-cookbook lint format proto clean
+.PHONY: help install demo bench chaos test test-full test-wheel test-cookbook test-sdks openapi compatibility lint format proto clean
 
 help: ## Say what can be made
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
-	@echo "Variables: PYTHON (now: $(or $(PYTHON),none found)), PIP_FLAGS, ARGS (for test and demo)"
+	@echo "Variables: PYTHON (now: $(or $(PYTHON),none found)), PIP_FLAGS, ARGS (for test, demo and chaos)"
 
 install: $(STAMP) ## Make .venv with all that the demo and the tests need
 
@@ -30,8 +32,14 @@ $(STAMP): setup.cfg pyproject.toml
 demo: install ## Fine-tune a small real model twice, through the service, and check that it learned
 	$(BIN)/python examples/demo.py $(ARGS)
 
+chaos: install ## Kill everything while four runs train, and compare with undisturbed ones: about five minutes
+	$(BIN)/python -m tests.chaos $(ARGS)
+
 test: install ## Run the tests
 	$(BIN)/python -m pytest $(ARGS)
+
+test-full: install ## Run the longer forms of the tests: more examples, every method of the SDK
+	$(BIN)/python -m pytest -m "full and not cookbook and not sdks" $(ARGS)
 
 test-wheel: install ## Build the wheel, install it elsewhere, import every module
 	$(BIN)/python -m pytest tests/test_wheel.py $(ARGS)
@@ -47,6 +55,16 @@ $(COOKBOOK)/.installed: tests/cookbook/requirements.txt
 	$(COOKBOOK)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-deps tinker-cookbook==0.6.1
 	@touch $@
 
+test-sdks: install $(SDKS:%=.venv-sdk-%/.installed) ## Run one session under each SDK that is supported, against the service
+	$(BIN)/python -m pytest tests/sdks -m sdks $(ARGS)
+
+# Nothing but the custom losses needs torch: the main environment's is found behind all that is installed here.
+.venv-sdk-%/.installed: tests/sdks/requirements-%.txt tests/sdks/requirements-common.txt | $(STAMP)
+	test -x $(@D)/bin/python || $(BIN)/python -m venv --without-pip $(@D)
+	$(BIN)/python -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-deps -r $<
+	$(BIN)/python -c '$(PURELIB)' > "$$($(@D)/bin/python -c '$(PURELIB)')/torch-of-the-main-environment.pth"
+	@touch $@
+
 bench: install ## Measure what the service costs over a plain loop: one JSON line a figure, some minutes
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
@@ -60,10 +78,16 @@ format: install ## Put the code in order
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+openapi: install ## Keep the OpenAPI document after an addition; refuses where /api/v1 would break
+	$(BIN)/python -m tests.app.contract
+
+compatibility: install ## Probe every method of the SDK against a service, and write docs/compatibility.md
+	$(BIN)/python -m tests.stack.compatibility
+
 proto: install ## Compile tasks/wire/openrl.proto
 	$(BIN)/python -m grpc_tools.protoc --proto_path=.typing --python_out=.typing --pyi_out=.typing \
 		openrl/tasks/wire/openrl.proto
 
-clean: ## Remove what was built or demonstrated; .venv and .venv-cookbook stay
+clean: ## Remove what was built or demonstrated; the virtual environments stay
 	rm -rf .demo build dist ./*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -path "./.venv*" -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

@@ -1,9 +1,9 @@
-"""Checkpoints: promised by a save, listed by run, described by their address, kept for a time, deleted."""
+"""Checkpoints: promised by a save, listed by run, described by their address, kept for a time, published, deleted."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import marshmallow
@@ -11,9 +11,12 @@ from flask.views import MethodView
 from marshmallow import ValidationError, fields, post_load, pre_load, validate, validates_schema
 
 from openrl.app import checks, wire
+from openrl.app.auth import caller
+from openrl.app.clients import unknown_kinds
 from openrl.app.context import registry, services, tenant
 from openrl.app.creation import ADAMW
 from openrl.app.schemas import (
+    TEXTS,
     CursorSchema,
     Flag,
     Metadata,
@@ -27,7 +30,8 @@ from openrl.app.schemas import (
     tag,
 )
 from openrl.app.submission import Submission, consumes_its_key, submit
-from openrl.tasks import keys
+from openrl.tasks import audit, keys
+from openrl.tasks.errors import NotFound
 from openrl.tasks.journal import Promise
 from openrl.tasks.messages import SaveWeights, SaveWeightsExternal, SaveWeightsForSampler
 from openrl.tasks.registry import Checkpoint
@@ -183,7 +187,7 @@ class CheckpointSchema(marshmallow.Schema):
     size_bytes = fields.Integer()
     public = fields.Boolean()
     expires_at = Time()
-    user_metadata = fields.Function(lambda checkpoint: as_strings(checkpoint.user_metadata))
+    user_metadata = fields.Function(lambda checkpoint: as_strings(checkpoint.user_metadata), metadata=TEXTS)
 
 
 class CheckpointListSchema(marshmallow.Schema):
@@ -239,8 +243,8 @@ class WeightsInfoView(MethodView):
 class RunCheckpointsView(MethodView):
     @blp.response(200, CheckpointListSchema)
     def get(self, run_id: str) -> dict[str, Any]:
-        """List a run's checkpoints, newest first."""
-        return {"checkpoints": registry().checkpoints(tenant(), run_id, ALL, 0)[0]}
+        """List a run's checkpoints, newest first; of somebody else's run, those that are published."""
+        return {"checkpoints": listed(run_id, without=unknown_kinds())}
 
 
 @blp.route("/checkpoints")
@@ -249,7 +253,7 @@ class CheckpointListView(MethodView):
     @blp.arguments(CheckpointPageSchema, location="query")
     def get(self, page: dict[str, Any]) -> dict[str, Any]:
         """List one's own checkpoints, newest first."""
-        found, total = registry().checkpoints(tenant(), None, page["limit"], page["offset"])
+        found, total = registry().checkpoints(tenant(), None, page["limit"], page["offset"], without=unknown_kinds())
         return {"checkpoints": found, "cursor": {**page, "total_count": total}}
 
 
@@ -261,6 +265,22 @@ class CheckpointView(MethodView):
         gone = registry().delete_checkpoint(tenant(), run_id, f"{kind}/{name}")
         if gone.kind == EXTERNAL:
             layout.remove(layout.resolve(services().store.settings.data_dir, gone.directory))
+        _note("deleted", gone)
+        return {}
+
+
+@blp.route("/training_runs/<run_id>/checkpoints/<kind>/<name>/publish")
+class PublishView(MethodView):
+    @blp.response(200, marshmallow.Schema)
+    def post(self, run_id: str, kind: str, name: str) -> dict[str, Any]:
+        """Let every tenant read a checkpoint of one's own, until it is unpublished. Twice is fine."""
+        _note("published", registry().set_public(tenant(), run_id, f"{kind}/{name}", public=True))
+        return {}
+
+    @blp.response(200, marshmallow.Schema)
+    def delete(self, run_id: str, kind: str, name: str) -> dict[str, Any]:
+        """Let nobody else read a checkpoint from now on; what was made from it keeps its weights."""
+        _note("unpublished", registry().set_public(tenant(), run_id, f"{kind}/{name}", public=False))
         return {}
 
 
@@ -271,5 +291,24 @@ class TtlView(MethodView):
     def put(self, asked: dict[str, Any], run_id: str, kind: str, name: str) -> dict[str, Any]:
         """Keep a checkpoint for `ttl_seconds` from now on."""
         ttl_s = asked["ttl_seconds"]
-        registry().set_expiry(tenant(), run_id, f"{kind}/{name}", None if ttl_s is None else time.time() + ttl_s)
+        expires_at = None if ttl_s is None else time.time() + ttl_s
+        changed = registry().set_expiry(tenant(), run_id, f"{kind}/{name}", expires_at)
+        _note("ttl_set", changed, ttl_seconds=ttl_s)
         return {}
+
+
+def listed(run_id: str, *, without: Collection[str] = ()) -> list[Checkpoint]:
+    """Return the checkpoints of a run that one may read, newest first."""
+    try:
+        return registry().checkpoints(tenant(), run_id, ALL, 0, without=without)[0]
+    except NotFound:
+        published = registry().published(run_id)[1]
+        if not published:
+            raise
+        return [checkpoint for checkpoint in published if checkpoint.kind not in without]
+
+
+def _note(deed: str, checkpoint: Checkpoint, **details: int | None) -> None:
+    """Write a change of a checkpoint into the tenant's audit log."""
+    event, actor = f"checkpoint_{deed}", caller().actor
+    audit.record(services().store, tenant(), event, actor=actor, tinker_path=checkpoint.uri, **details)

@@ -1,13 +1,10 @@
-"""`openrl keys`: create, list and revoke API keys.
-
-Works on the running service's store, on the one OPENRL_REDIS_URL names, or on the data directory's own,
-started for the command alone, so that a key can exist before the service is opened to a network.
-"""
+"""`openrl keys`: create, list, rotate and revoke API keys."""
 
 from __future__ import annotations
 
 import json
-import os
+import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,55 +15,59 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from openrl.tasks import datadir, embedded
-from openrl.tasks.errors import OpenRLError
-from openrl.tasks.settings import StoreSettings
-from openrl.tasks.store import Store
-from openrl.tasks.tenants import Tenants
+from openrl.app.opened import data_dir_option, json_option, opened
+from openrl.tasks.errors import InvalidRequest
+from openrl.tasks.tenants import DEFAULT_SCOPES, SCOPES, ApiKey, Tenants
 
-data_dir_option = click.option(
-    "--data-dir",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=None,
-    help="The service's data directory; else OPENRL_DATA_DIR, else ~/.openrl.",
-)
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
+
+EXPIRES = "30d, 12h, 45m, or a time such as 2027-01-31 or 2027-01-31T12:00:00Z"
 
 
 @click.group()
 def keys() -> None:
-    """Create, list and revoke API keys. The first one closes the service to everybody without a key."""
+    """Create, list, rotate and revoke API keys. The first one closes the service to everybody without a key."""
 
 
 @keys.command()
 @click.option("--tenant", required=True, help="Whose key: 1 to 63 of a-z, 0-9 and -.")
-@click.option("--name", default="", help="What the key is for.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--name", default="", help="What the key is for; an e-mail address shows as its user.")
+@click.option("--note", default="", help="One more line about it.")
+@click.option(
+    "--scope",
+    "scopes",
+    multiple=True,
+    help=f"What it may do: {', '.join(SCOPES)}; several with commas, or repeated. Else {','.join(DEFAULT_SCOPES)}.",
+)
+@click.option("--expires", default="", help=f"When it ends: {EXPIRES}. Else when it is revoked.")
+@json_option
 @data_dir_option
-def create(tenant: str, name: str, as_json: bool, data_dir: Path | None) -> None:
+def create(
+    tenant: str, name: str, note: str, scopes: tuple[str, ...], expires: str, as_json: bool, data_dir: Path | None
+) -> None:
     """Make a key and show it, this once."""
     with _tenants(data_dir) as tenants:
-        secret = tenants.create_key(tenant, name)
-    if as_json:
-        click.echo(json.dumps({"key": secret, "tenant": tenant, "name": name}))
-        return
-    click.echo(secret)
-    click.echo(f"A key of {tenant}. It can't be shown again: export TINKER_API_KEY=... now.", err=True)
+        asked = [scope.strip() for part in scopes for scope in part.split(",")] or DEFAULT_SCOPES
+        secret = tenants.create_key(tenant, name, note=note, scopes=asked, expires=_time("--expires", expires))
+        made = tenants.look_up(secret)[0]
+    assert made is not None
+    _show_secret(secret, made, as_json)
 
 
 @keys.command("list")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @data_dir_option
 def list_keys(as_json: bool, data_dir: Path | None) -> None:
     """Show whose keys exist; never the keys themselves."""
     with _tenants(data_dir) as tenants:
         found = tenants.list_keys()
     if as_json:
-        click.echo(json.dumps([asdict(key) for key in found]))
+        click.echo(json.dumps([_told(key) for key in found]))
         return
-    table = Table("key id", "tenant", "name", "created")
+    table = Table("key id", "tenant", "name", "scopes", "created", "expires", "note")
     for key in found:
-        created = datetime.fromtimestamp(key.created, UTC).isoformat(timespec="seconds")
-        table.add_row(key.key_id, key.tenant, key.name, created)
+        ends = "-" if key.expires is None else _shown(key.expires) + (" (over)" if key.expired else "")
+        table.add_row(key.key_id, key.tenant, key.name, ",".join(key.scopes), _shown(key.created), ends, key.note)
     Console().print(table)
 
 
@@ -74,34 +75,69 @@ def list_keys(as_json: bool, data_dir: Path | None) -> None:
 @click.argument("key_id")
 @data_dir_option
 def revoke(key_id: str, data_dir: Path | None) -> None:
-    """Make a key invalid at once."""
+    """Make a key invalid at once, and its tokens with it."""
     with _tenants(data_dir) as tenants:
         tenants.revoke_key(key_id)
     click.echo(f"{key_id} is revoked", err=True)
 
 
+@keys.command()
+@click.argument("key_id")
+@click.option("--grace", default="24h", help="How long the old key still works: 24h unless said; 0s ends it at once.")
+@click.option("--expires", default="", help=f"When the new key ends: {EXPIRES}. Else it lasts as long as the old one.")
+@json_option
+@data_dir_option
+def rotate(key_id: str, grace: str, expires: str, as_json: bool, data_dir: Path | None) -> None:
+    """Make a key in place of another, and show it, this once. The old one ends after a grace."""
+    with _tenants(data_dir) as tenants:
+        secret, made = tenants.rotate_key(
+            key_id, grace_s=_duration("--grace", grace), expires=_time("--expires", expires)
+        )
+    _show_secret(secret, made, as_json, replaces=key_id)
+    click.echo(f"{key_id} works for {grace} more", err=True)
+
+
+def _show_secret(secret: str, key: ApiKey, as_json: bool, **more: str) -> None:
+    if as_json:
+        click.echo(json.dumps({"key": secret, **_told(key), **more}))
+        return
+    click.echo(secret)
+    click.echo(
+        f"A key of {key.tenant} ({key.key_id}), for {', '.join(key.scopes)}. It can't be shown again: "
+        "export TINKER_API_KEY=... now.",
+        err=True,
+    )
+
+
+def _told(key: ApiKey) -> dict[str, object]:
+    return asdict(key) | {"expired": key.expired}
+
+
+def _shown(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds")
+
+
+def _time(option: str, text: str) -> float | None:
+    """Return a time in unix seconds: so long from now, or a date; None for nothing."""
+    if not text:
+        return None
+    if re.fullmatch(r"\d+[a-z]", text):
+        return time.time() + _duration(option, text)
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise InvalidRequest(f"{option} is {text!r}; say {EXPIRES}") from None
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+
+
+def _duration(option: str, text: str) -> float:
+    found = re.fullmatch(r"(\d{1,9})([smhdw])", text)
+    if not found:
+        raise InvalidRequest(f"{option} is {text!r}; say a number and s, m, h, d or w, such as 24h")
+    return float(found[1]) * _UNITS[found[2]]
+
+
 @contextmanager
 def _tenants(data_dir: Path | None) -> Iterator[Tenants]:
-    """Yield the keys of a service, running or not; one clear line and exit 2 where that fails."""
-    directory = datadir.resolve(data_dir)
-    try:
-        with _redis_url(directory, named=data_dir is not None) as redis_url:
-            store = Store.connect(StoreSettings(redis_url=redis_url, data_dir=directory))
-            try:
-                yield Tenants(store)
-            finally:
-                store.close()
-    except (OpenRLError, ValueError) as failure:
-        click.echo(f"openrl keys: {failure}", err=True)
-        raise click.exceptions.Exit(2) from failure
-
-
-@contextmanager
-def _redis_url(directory: Path, *, named: bool) -> Iterator[str]:
-    """Yield the store's address: a named directory wins over the environment."""
-    given = os.environ.get("OPENRL_REDIS_URL", "")
-    if given and not (named and datadir.service(directory)):
-        yield given
-    else:
-        with embedded.running(directory) as redis_url:
-            yield redis_url
+    with opened("keys", data_dir) as store:
+        yield Tenants(store)

@@ -10,19 +10,31 @@ from functools import partial
 
 from flask import current_app, g
 
+from openrl.app.delivered import Delivered
 from openrl.app.greenlets import Budget, beside, off_loop
+from openrl.app.openai.tokenizer import Tokenizers
 from openrl.app.polls import Polls
+from openrl.app.recent import Recent
 from openrl.app.settings import AppSettings
+from openrl.app.tokens import Tokens
+from openrl.tasks.cancelling import Cancelling
+from openrl.tasks.deliveries import Deliveries
 from openrl.tasks.doorbell import Doorbell
+from openrl.tasks.drafts import Listener
 from openrl.tasks.errors import InvalidRequest, NotFound, NotServed
 from openrl.tasks.futures import Completions, Futures
 from openrl.tasks.journal import Journal
+from openrl.tasks.quotas import Quotas
 from openrl.tasks.registry import BaseModel, Checkpoint, Registry, Run, Sampler
 from openrl.tasks.signing import Signer
 from openrl.tasks.store import Store
 from openrl.tasks.tenants import Tenants
+from openrl.tasks.timeline import Timeline
 
 EXTENSION = "openrl"
+
+LOOK_S = 1.0
+"""How old what a poll says about its worker may be; little beside the time that it is held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,37 +46,64 @@ class Services:
     registry: Registry
     journal: Journal
     futures: Futures
+    delivered: Delivered
+    deliveries: Deliveries
+    cancelling: Cancelling
+    completions: Completions
+    listener: Listener
+    tokenizers: Tokenizers
     polls: Polls
+    timeline: Timeline
+    queue_states: Recent[tuple[str, str | None]]
     tenants: Tenants
     signer: Signer
+    tokens: Tokens
+    quotas: Quotas
     doorbell: Doorbell
     bodies: Budget
 
     @classmethod
     def on(cls, store: Store, settings: AppSettings) -> Services:
         """Build the services on a connected store."""
-        apart = partial(off_loop, large=True)
-        futures = Futures(store, apart=apart)
+        apart, signer = partial(off_loop, large=True), Signer(store)
+        futures, deliveries = Futures(store, apart=apart), Deliveries(store, apart=apart)
+        completions = Completions(store)
         return cls(
             settings=settings,
             store=store,
             registry=Registry(store),
             journal=Journal(store, apart=apart),
             futures=futures,
-            polls=Polls(futures, Completions(store), min_s=settings.poll_min_s, max_s=settings.poll_max_s),
+            delivered=Delivered(futures),
+            deliveries=deliveries,
+            cancelling=Cancelling(store),
+            completions=completions,
+            listener=Listener(store),
+            tokenizers=Tokenizers(),
+            polls=Polls(futures, deliveries, completions, min_s=settings.poll_min_s, max_s=settings.poll_max_s),
+            queue_states=Recent(min(LOOK_S, settings.poll_min_s / 10)),
+            timeline=Timeline(store),
             tenants=Tenants(store),
-            signer=Signer(store),
+            signer=signer,
+            tokens=Tokens(signer, ttl_s=settings.auth_token_ttl_s),
+            quotas=Quotas(store),
             doorbell=Doorbell(store),
             bodies=Budget(settings.max_held_bytes),
         )
 
-    def ring(self, kind: str, slug: str, tenant: str, request_id: str) -> None:
-        """Ring for a journaled operation; a broker that is slow or gone doesn't hold up the answer."""
-        beside(self.doorbell.ring, kind, slug, tenant, request_id)
+    def ring(self, kind: str, slug: str, tenant: str, request_id: str, *, posted: bool = False) -> None:
+        """Ring for a journaled operation; a broker that is slow or gone doesn't hold up the answer.
+
+        `posted`: its task was laid into its queue along with it.
+        """
+        if not (posted and self.doorbell.knows(kind, slug, tenant)):
+            beside(partial(self.doorbell.ring, posted=posted), kind, slug, tenant, request_id)
 
     def close(self) -> None:
         """End what runs in the background."""
         self.polls.close()
+        self.delivered.write()
+        self.listener.close()
 
 
 def services() -> Services:

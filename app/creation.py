@@ -10,7 +10,8 @@ from flask.views import MethodView
 from marshmallow import ValidationError, fields, post_load, validates_schema
 
 from openrl.app import checks, wire
-from openrl.app.context import base_model, check_base, registry, services, tenant
+from openrl.app.access import FIELD, readable
+from openrl.app.context import base_model, check_base, services, tenant
 from openrl.app.schemas import Flag, Metadata, PromiseSchema, Sent, Text, Whole, tag
 from openrl.app.submission import consumes_its_key, enqueue, own_run
 from openrl.tasks.errors import InvalidRequest, shown
@@ -99,13 +100,11 @@ class LoadWeightsSchema(Sent):
 
     @validates_schema
     def one_address(self, data: Mapping[str, Any], **_options: Any) -> None:
-        """Refuse a body that says both or neither, and other accounts' checkpoints."""
+        """Refuse a body that says both or neither."""
         onto = {"model_id", "seq_id"} & data.keys()
         into = {"session_id", "model_seq_id"} & data.keys()
         if (len(onto), len(into)) not in ((2, 0), (0, 2)):
             raise ValidationError("must have either model_id and seq_id, or session_id and model_seq_id")
-        if "weights_access_token" in data:
-            raise ValidationError("isn't served: load a checkpoint of your own", "weights_access_token")
 
 
 @blp.route("/create_model")
@@ -150,7 +149,7 @@ def _load_onto(asked: Mapping[str, Any]) -> Promise:
             raise InvalidRequest(f"{name} belongs to a new run; the run {shown(asked['model_id'])} keeps its own")
     run = own_run(asked["model_id"])
     checkpoint = _training_checkpoint(asked)
-    _require_same_shape(run, checkpoint)
+    _require_same_shape(run, checkpoint, is_first=asked["seq_id"] == 1)
     message = LoadWeights(
         checkpoint_path=checkpoint.uri, checkpoint_dir=checkpoint.directory, with_optimizer=asked["optimizer"]
     )
@@ -179,7 +178,7 @@ def _create_from(asked: Mapping[str, Any]) -> Promise:
 
 
 def _training_checkpoint(asked: Mapping[str, Any]) -> Checkpoint:
-    checkpoint = registry().checkpoint_by_uri(tenant(), asked["path"])
+    checkpoint = readable(asked["path"], asked.get(FIELD))[1]
     if not checkpoint.checkpoint_id.startswith(TRAINING_SEGMENT):
         raise InvalidRequest(
             f"path {shown(asked['path'])} is no training checkpoint; training loads tinker://<run>/{TRAINING_SEGMENT}<name>"
@@ -190,8 +189,11 @@ def _training_checkpoint(asked: Mapping[str, Any]) -> Checkpoint:
     return checkpoint
 
 
-def _require_same_shape(run: Run, checkpoint: Checkpoint) -> None:
-    for name in ("base_model", "rank", "train_attn", "train_mlp", "train_unembed"):
+def _require_same_shape(run: Run, checkpoint: Checkpoint, *, is_first: bool) -> None:
+    """Refuse what a run can't take. Its first operation may change which modules it trains: so the oldest SDKs create
+    a run from a checkpoint."""
+    modules = () if is_first else ("train_attn", "train_mlp", "train_unembed")
+    for name in ("base_model", "rank", *modules):
         mine, its = getattr(run, name), getattr(checkpoint, name)
         if mine != its:
             raise InvalidRequest(

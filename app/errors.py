@@ -9,6 +9,7 @@ here: gunicorn answers it by itself, with 400 and a line of HTML.
 from __future__ import annotations
 
 import logging
+import math
 
 from flask import Flask, Response, g, jsonify
 from werkzeug.exceptions import HTTPException
@@ -18,14 +19,18 @@ from openrl.tasks import errors
 log = logging.getLogger(__name__)
 
 TABLE: tuple[tuple[type[Exception], int, str], ...] = (
+    (errors.TokenRejected, 401, "invalid_token"),
     (errors.Unauthorized, 401, "unauthorized"),
+    (errors.OutOfScope, 403, "out_of_scope"),
     (errors.Forbidden, 403, "forbidden"),
     (errors.NotLocal, 403, "not_local"),
     (errors.Incomplete, 408, "incomplete"),
     (errors.TooLarge, 413, "too_large"),
     (errors.KeyReused, 422, "key_reused"),
+    (errors.QuotaExceeded, 403, "quota_exceeded"),
     (errors.Undecodable, 400, "undecodable"),
     (errors.InvalidRequest, 422, "invalid_request"),
+    (errors.OtherVersion, 422, "other_version"),
     (errors.NotFound, 404, "not_found"),
     (errors.Gone, 410, "gone"),
     (errors.Overloaded, 429, "overloaded"),
@@ -64,8 +69,17 @@ def _domain_error(error: errors.OpenRLError) -> Response:
         if isinstance(error, kind):
             if status >= 500:
                 log.error("request %s: %s", request_id(), error)
-            return answer(status, code, str(error))
+            return _told(answer(status, code, str(error)), error)
     return _unforeseen(error)
+
+
+def _told(response: Response, error: errors.OpenRLError) -> Response:
+    """Add what a client's library acts on: when to try again, and that a new token will do."""
+    if isinstance(error, errors.Overloaded):
+        response.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    if isinstance(error, errors.TokenRejected):
+        response.headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'
+    return response
 
 
 def _http_error(error: HTTPException) -> Response:

@@ -1,25 +1,32 @@
-"""Exports: the files of an external checkpoint, behind links that expire.
+"""Exports: the files of a checkpoint, behind links that expire; singly, or as the archive that older SDKs ask for.
 
-A link names tenant, file and end of life, and carries the service's signature under them: whoever holds it
-may read that one file until then, without a key. Files are streamed, in parts where a part is asked for, so
-that a download that broke off goes on where it was. Which files there are is `openrl.workers.weights`' to say.
+Whoever holds a link may read that one file until then, without a key, as long as that version is there. A link to
+somebody else's published checkpoint doesn't tell whose it is, and ends with the publication. Files are streamed, in
+parts where a part is asked for, so that a download that broke off goes on where it was.
 """
 
 from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
+from email.utils import format_datetime
+from pathlib import Path
 from typing import Any
 
 import marshmallow
-from flask import Response, request, send_file
+from flask import Response, jsonify, send_file
 from flask.views import MethodView
 from marshmallow import fields
 
-from openrl.app import wire
+from openrl.app import archives, wire
+from openrl.app.archives import Archive
+from openrl.app.auth import caller
 from openrl.app.context import registry, services, tenant
-from openrl.app.schemas import Sent
-from openrl.tasks.errors import Forbidden, Gone, NotFound, Unauthorized, shown
+from openrl.app.links import LinkSchema, check, link
+from openrl.app.schemas import BINARY, ErrorSchema
+from openrl.tasks import audit
+from openrl.tasks.errors import NotFound, shown
+from openrl.tasks.registry import Checkpoint
 from openrl.workers.weights import layout
 
 blp = wire.Blueprint("exports", __name__, description="Exports: links, files.")
@@ -27,15 +34,10 @@ blp = wire.Blueprint("exports", __name__, description="Exports: links, files.")
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 """What stock PEFT reads, and all that is handed out."""
 
-METHOD = "GET"
-"""What a link allows; HEAD, its answer without a body, comes with it."""
+EVERYBODY = "-"
+"""Stands for the owner in a link to a published checkpoint; no tenant is called so."""
 
-
-class LinkSchema(Sent):
-    """The end of a link: until when (unix seconds), and the signature."""
-
-    expires = fields.String(load_default="")
-    signature = fields.String(load_default="")
+AGAIN = "GET .../external_weights_urls or .../archive gives a new one"
 
 
 class LinksSchema(marshmallow.Schema):
@@ -50,44 +52,116 @@ class LinksView(MethodView):
     @blp.response(200, LinksSchema)
     def get(self, run_id: str, name: str) -> dict[str, Any]:
         """Give a link for each file of an export, which works for a short time without a key."""
-        checkpoint = registry().checkpoint(tenant(), run_id, f"external_weights/{name}")
-        expires = int(time.time()) + services().settings.download_link_ttl_s
-        if checkpoint.expires_at is not None:
-            expires = min(expires, int(checkpoint.expires_at))
-        inside = checkpoint.directory.removeprefix(f"{layout.tenant_dir(tenant())}/")
-        urls = {file: _link(tenant(), f"{inside}/{file}", expires) for file in FILES}
+        owner, checkpoint = registry().readable(tenant(), run_id, f"external_weights/{name}")
+        expires = _end(checkpoint)
+        _note_export(checkpoint)
+        urls = {file: _link(owner, checkpoint, file, expires) for file in FILES}
         return {"urls": urls, "expires": datetime.fromtimestamp(expires, UTC)}
+
+
+class ArchiveLinkSchema(marshmallow.Schema):
+    """A link to the archive of a checkpoint."""
+
+    url = fields.String()
+    expires = fields.AwareDateTime(format="iso")
+
+
+@blp.route("/training_runs/<run_id>/checkpoints/<kind>/<name>/archive")
+class ArchiveView(MethodView):
+    @blp.response(302, ArchiveLinkSchema, description="`Location` leads to a tar.gz, as `url` does.")
+    def get(self, run_id: str, kind: str, name: str) -> Response:
+        """Redirect to the checkpoint's adapter as one archive; for SDKs up to 0.30."""
+        owner, checkpoint = registry().readable(tenant(), run_id, f"{kind}/{name}")
+        end = _end(checkpoint)
+        _note_export(checkpoint)
+        url, expires = _link(owner, checkpoint, archives.NAME, end), datetime.fromtimestamp(end, UTC)
+        answer = jsonify(ArchiveLinkSchema().dump({"url": url, "expires": expires}))
+        answer.status_code = 302
+        answer.headers["Location"] = url
+        answer.headers["Expires"] = format_datetime(expires, usegmt=True)
+        answer.headers["Cache-Control"] = "private, no-store"
+        return answer
 
 
 @blp.route("/exports/<owner>/<path:file>")
 class FileView(MethodView):
-    @blp.response(200, description="The file, or the part of it that `Range` asks for.", content_type="*/*")
+    @blp.doc(responses={status: {"content": {"*/*": {"schema": BINARY}}} for status in ("200", "206")})
+    @blp.response(200, description="The file.", content_type="*/*")
+    @blp.alt_response(206, description="The part of the file that `Range` asks for.", content_type="*/*")
+    @blp.alt_response(416, schema=ErrorSchema, description="The file has no such part.")
     @blp.arguments(LinkSchema, location="query")
-    def get(self, link: dict[str, str], owner: str, file: str) -> Response:
+    def get(self, sent: dict[str, str], owner: str, file: str) -> Response:
         """Stream one file of an export to the holder of its link."""
-        _check(link, owner, file)
-        path = layout.tenant_file(services().store.settings.data_dir, owner, file)
+        check(sent, owner, file, again=AGAIN)
+        checkpoint, name = _addressed(owner, file)
+        home, _, inside = checkpoint.directory.partition("/runs/")
         try:
+            if name == archives.NAME:
+                return _archive(checkpoint, Path(home).name, f"runs/{inside}")
+            path = layout.tenant_file(_data_dir(), Path(home).name, f"runs/{inside}/{name}")
             answer = send_file(path, "application/octet-stream", as_attachment=True, conditional=True)
-        except FileNotFoundError:  # deleted in this moment
-            raise NotFound(f"no file {shown(file)}; it was deleted") from None
-        answer.headers["Cache-Control"] = "private, no-store"
-        answer.headers["X-Content-Type-Options"] = "nosniff"
-        return answer
+        except (FileNotFoundError, NotFound):  # being deleted in this moment
+            raise _no_file(file) from None
+        return _guarded(answer)
 
 
-def _link(owner: str, file: str, expires: int) -> str:
-    signature = services().signer.sign(METHOD, owner, file, str(expires))
-    base = services().settings.public_url.rstrip("/") or request.url_root.rstrip("/")
-    return f"{base}/api/v1/exports/{owner}/{file}?expires={expires}&signature={signature}"
+def _end(checkpoint: Checkpoint) -> int:
+    """Return when a link made now ends (unix seconds): never after its checkpoint."""
+    end = int(time.time()) + services().settings.download_link_ttl_s
+    return end if checkpoint.expires_at is None else min(end, int(checkpoint.expires_at))
 
 
-def _check(link: dict[str, str], owner: str, file: str) -> None:
-    """Refuse a link that isn't ours as it stands, or whose time is over."""
-    again = "GET .../external_weights_urls gives a new one"
-    if not link["signature"]:
-        raise Unauthorized(f"this address wants the signature of a link; {again}")
-    if not services().signer.verify(link["signature"], METHOD, owner, file, link["expires"]):
-        raise Forbidden(f"the link was altered, or is not of this service; {again}")
-    if int(link["expires"]) <= time.time():
-        raise Gone(f"the link has expired; {again}")
+def _note_export(checkpoint: Checkpoint) -> None:
+    """Write into the audit log of whoever asks that links to a checkpoint were given."""
+    uri, actor = checkpoint.uri, caller().actor
+    audit.record(services().store, tenant(), "checkpoint_exported", actor=actor, tinker_path=uri)
+
+
+def _link(owner: str, checkpoint: Checkpoint, name: str, expires: int) -> str:
+    segment = checkpoint.checkpoint_id.partition("/")[0]
+    file = f"runs/{checkpoint.run_id}/{segment}/{Path(checkpoint.directory).name}/{name}"
+    return link("exports", owner if owner == tenant() else EVERYBODY, file, expires)
+
+
+def _addressed(owner: str, file: str) -> tuple[Checkpoint, str]:
+    """Return the checkpoint and the file's name that a link means, if that very version is still there to be read."""
+    parts = file.split("/")
+    if len(parts) != 5 or parts[0] != "runs" or parts[4] not in (*FILES, archives.NAME):
+        raise _no_file(file)
+    _, run_id, segment, version, name = parts
+    checkpoint_id = f"{segment}/{version.rpartition('.')[0]}"
+    try:
+        if owner == EVERYBODY:
+            checkpoint = registry().readable("", run_id, checkpoint_id)[1]
+        else:
+            checkpoint = registry().checkpoint(owner, run_id, checkpoint_id)
+    except NotFound:
+        raise _no_file(file) from None
+    if Path(checkpoint.directory).name != version:
+        raise _no_file(file)
+    return checkpoint, name
+
+
+def _archive(checkpoint: Checkpoint, owner: str, directory: str) -> Response:
+    files = {name: layout.tenant_file(_data_dir(), owner, f"{directory}/{name}") for name in FILES}
+    archive = Archive(files, modified=checkpoint.created)
+    answer = Response(archive.pieces(), mimetype="application/gzip")
+    answer.call_on_close(archive.close)
+    answer.content_length = archive.num_bytes
+    name = checkpoint.checkpoint_id.partition("/")[2]
+    answer.headers.set("Content-Disposition", "attachment", filename=f"{name}.tar.gz")
+    return _guarded(answer)
+
+
+def _guarded(answer: Response) -> Response:
+    answer.headers["Cache-Control"] = "private, no-store"
+    answer.headers["X-Content-Type-Options"] = "nosniff"
+    return answer
+
+
+def _data_dir() -> Path:
+    return services().store.settings.data_dir
+
+
+def _no_file(file: str) -> NotFound:
+    return NotFound(f"no file {shown(file)}; it was deleted, or never there")

@@ -5,36 +5,44 @@ Imports no torch, directly or not: a process that answers HTTP starts in a secon
 
 from __future__ import annotations
 
-import html
 import os
-from importlib.metadata import version
+from contextlib import suppress
 from typing import Any
 
-from flask import Flask, Response
+from flask import Flask
 from flask.json.provider import DefaultJSONProvider
-from flask_smorest import Api
 
 from openrl.app import (
     auth,
+    books,
     checkpoints,
+    copies,
     creation,
     errors,
     exports,
     futures,
+    identity,
+    openapi,
     runs,
     sampling,
+    search,
     service,
     sessions,
+    traces,
     training,
+    unloading,
     wire,
 )
 from openrl.app.context import EXTENSION, Services
-from openrl.app.schemas import ErrorSchema
+from openrl.app.openai import views as openai
 from openrl.app.settings import AppSettings
+from openrl.tasks import upgrade
+from openrl.tasks.errors import StoreUnavailable
 from openrl.tasks.settings import StoreSettings
 from openrl.tasks.store import Store
 
 PREFIX = "/api/v1"
+OPENAI_PREFIX = "/v1"
 
 
 class StrictJSON(DefaultJSONProvider):
@@ -53,49 +61,30 @@ def create_app(settings: AppSettings | None = None, *, store: Store | None = Non
 
     Raises:
         ValueError: a setting makes no sense.
+        OtherVersion: another version wrote the data; nothing was changed. Not looked at while the store is away.
     """
     settings = settings or AppSettings.from_env(os.environ)
     store = store or Store.connect(StoreSettings.from_env(os.environ))
-    app = Flask(__name__)
+    with suppress(StoreUnavailable):
+        upgrade.check(store)
+    app = Flask(__name__, static_folder=None)
     app.json = StrictJSON(app)
+    app.url_map.merge_slashes = False  # else a doubled slash is answered with a redirect, in HTML
     app.config.update(
         API_TITLE="OpenRL",
         API_VERSION="v1",
         OPENAPI_VERSION="3.0.3",
-        OPENAPI_URL_PREFIX=PREFIX,
-        OPENAPI_JSON_PATH="openapi.json",
     )
     app.extensions[EXTENSION] = Services.on(store, settings)
-    api = _Api(app)
-    for noun in (service, sessions, creation, training, runs, checkpoints, exports, sampling, futures):
+    api = openapi.SmorestApi(app)
+    for noun in (
+        service, sessions, search, traces, creation, training, runs, checkpoints, exports, sampling, futures, identity,
+        books, copies, unloading,
+    ):  # fmt: skip
         api.register_blueprint(noun.blp, url_prefix=PREFIX)
     errors.register(app)
     auth.register(app)
     wire.register(app)
-    app.add_url_rule(f"{PREFIX}/docs", "docs", lambda: Response(_page(api.spec.to_dict()), mimetype="text/html"))
+    openapi.register(app, api, PREFIX)
+    app.register_blueprint(openai.blp, url_prefix=OPENAI_PREFIX)
     return app
-
-
-class _Api(Api):
-    ERROR_SCHEMA = ErrorSchema
-
-    def _register_error_handlers(self) -> None:
-        """Leave errors to `openrl.app.errors`."""
-
-
-def _page(spec: dict[str, Any]) -> str:
-    """Return the routes as one page that needs nothing from elsewhere."""
-    rows = "\n".join(
-        f"<tr><td>{method.upper()}</td><td><code>{html.escape(path)}</code></td>"
-        f"<td>{html.escape(operation.get('summary', ''))}</td></tr>"
-        for path, methods in sorted(spec["paths"].items())
-        for method, operation in methods.items()
-        if isinstance(operation, dict)
-    )
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8><title>OpenRL API</title>"
-        "<style>body{font:16px/1.5 system-ui;margin:2rem auto;max-width:60rem;padding:0 1rem}"
-        "td{padding:.3rem 1rem .3rem 0;border-top:1px solid #ddd;vertical-align:top}</style>"
-        f"<h1>OpenRL API</h1><p>openrl-service {version('openrl-service')}. The whole description: "
-        f"<a href='{PREFIX}/openapi.json'>openapi.json</a>.</p><table>{rows}</table></html>"
-    )

@@ -1,30 +1,40 @@
-"""Futures over HTTP: one poll a request, held until the result is there or its time is up."""
+"""Futures over HTTP: a poll for one result, or for any of a client's samples, held until it is there; cancelling."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import marshmallow
 from flask import Response, jsonify
 from flask.views import MethodView
+from marshmallow import fields, validate
 
 from openrl.app import wire
+from openrl.app.auth import caller, require
 from openrl.app.context import model_of, registry, services, tenant
-from openrl.app.greenlets import beside, off_loop
-from openrl.app.schemas import Flag, Sent, Text
+from openrl.app.greenlets import off_loop
+from openrl.app.held import Held
+from openrl.app.schemas import BINARY, INT64_MAX, Flag, Number, Sent, Text, Whole, tag
 from openrl.tasks import keys
-from openrl.tasks.errors import NotFound, NotServed, StoreUnavailable
-from openrl.tasks.futures import Future, Futures
+from openrl.tasks.deliveries import Batch
+from openrl.tasks.errors import InvalidRequest, NotFound, NotServed, shown
+from openrl.tasks.futures import Future
 from openrl.tasks.messages import Sample
 from openrl.tasks.operations import JSON, PROTOBUF
 from openrl.tasks.ownership import presence
+from openrl.tasks.tenants import TRAIN
 from openrl.tasks.wire import codec
 
-log = logging.getLogger(__name__)
-
 blp = wire.Blueprint("futures", __name__, description="Results of slow operations.")
+
+
+MAX_ACKNOWLEDGED = 100_000
+"""Results that one request may say are fetched; the SDK sends those since its last poll."""
+
+_ENDS = {"type": "string", "enum": ["finished", "failed"]}
 
 
 class RetrieveSchema(Sent):
@@ -34,34 +44,122 @@ class RetrieveSchema(Sent):
     allow_metadata_only = Flag(load_default=False)
 
 
+class TargetSchema(Sent):
+    """Whose samples are asked for: those of one clone of a sampling client; the first client is clone 0."""
+
+    type = tag("sampling_session")
+    sampling_session_id = Text(required=True)
+    cloned_sampler_id = Whole(load_default=0, most=keys.MAX_CLONE)
+
+
+class RetrieveManySchema(Sent):
+    """Samples to wait for. `timeout` shortens the wait; 0.0 is none."""
+
+    target = fields.Nested(TargetSchema, required=True)
+    prev_cursor = Whole(load_default=0, most=INT64_MAX)
+    timeout = Number(load_default=None, validate=validate.Range(min=0, error="must be 0 or more"))
+    retrieved_request_ids = fields.List(
+        Text(most_chars=256), load_default=list, validate=validate.Length(max=MAX_ACKNOWLEDGED)
+    )
+
+
+class CancelSchema(Sent):
+    """A promise that nobody waits for any more."""
+
+    request_id = Text(required=True)
+
+
+class PendingSchema(marshmallow.Schema):
+    """A result that isn't there yet, and why it may take longer."""
+
+    type = fields.String()
+    request_id = fields.String()
+    queue_state = fields.String()
+    queue_state_reason = fields.String(allow_none=True)
+
+
+class CompletionSchema(marshmallow.Schema):
+    """A sample that has ended. Its result, or why it failed, comes from retrieve_future."""
+
+    state = fields.Function(lambda ended: "failed" if ended.failed else "finished", metadata=_ENDS)
+    request_id = fields.String(required=True)
+    response_payload_uncompressed_size = fields.Integer(attribute="size_bytes")
+
+
+class CompletionsSchema(marshmallow.Schema):
+    """What has ended up to `cursor`, to be given back as `prev_cursor`."""
+
+    completions = fields.List(fields.Nested(CompletionSchema), attribute="ended", required=True)
+    cursor = fields.Integer(required=True)
+
+
+class CancelledSchema(marshmallow.Schema):
+    """What became of it: `cancelled`; `asked`: it is, unless its trainer begins it before; `finished`: it had ended."""
+
+    request_id = fields.String(required=True)
+    state = fields.String(required=True)
+
+
 @blp.route("/retrieve_future")
 class RetrieveView(MethodView):
+    @blp.doc(responses={"200": {"content": {JSON: {"schema": {"type": "object"}}, PROTOBUF: {"schema": BINARY}}}})
     @blp.response(200, description="The result: JSON, or protobuf where Accept asks for it; or {error, category}.")
-    @blp.alt_response(408, description="Still pending; poll again at once.")
+    @blp.alt_response(408, schema=PendingSchema, description="Still pending, or incomplete; send it again at once.")
     @blp.arguments(RetrieveSchema, location="wire")
     def post(self, asked: dict[str, Any]) -> Response:
         """Wait a while for a result."""
-        return _answer(asked["request_id"], services().polls.wait(tenant(), asked["request_id"]))
+        request_id = asked["request_id"]
+        return Held(partial(services().polls.wait, tenant(), request_id), partial(_answer, request_id))
+
+
+@blp.route("/retrieve_futures")
+class RetrieveManyView(MethodView):
+    @blp.response(200, CompletionsSchema)
+    @blp.arguments(RetrieveManySchema, location="wire")
+    def post(self, asked: dict[str, Any]) -> Response:
+        """Wait a while until any sample of a sampling client has ended."""
+        sampler_id, clone = asked["target"]["sampling_session_id"], asked["target"]["cloned_sampler_id"]
+        _check_target(asked["retrieved_request_ids"], sampler_id, clone)
+        services().deliveries.acknowledge(tenant(), asked["retrieved_request_ids"])
+        wait = partial(services().polls.wait_for_any, timeout_s=asked["timeout"])
+        return Held(partial(wait, tenant(), sampler_id, clone, asked["prev_cursor"]), _completions)
+
+
+@blp.route("/cancel_future")
+class CancelView(MethodView):
+    @blp.response(200, CancelledSchema)
+    @blp.arguments(CancelSchema, location="wire")
+    def post(self, asked: dict[str, str]) -> dict[str, str]:
+        """Cancel a sample, or an operation of a run that waits; what has ended stays as it is."""
+        if keys.parse_request(asked["request_id"]).is_run:
+            require(caller(), (TRAIN,))
+        return {**asked, "state": services().cancelling.cancel(tenant(), asked["request_id"])}
+
+
+def _check_target(request_ids: list[str], sampler_id: str, clone: int) -> None:
+    """Refuse to free results that belong to another client."""
+    for request_id in request_ids:
+        parent, _, seq = request_id.rpartition(":")
+        if parent != sampler_id or not seq.isdecimal() or keys.clone(seq) != str(clone):
+            whose = f"clone {clone} of {shown(sampler_id)}"
+            raise InvalidRequest(f"retrieved_request_ids holds {shown(request_id)}, which is none of {whose}")
+
+
+def _completions(batch: Batch) -> Response:
+    return jsonify(CompletionsSchema().dump(batch))
 
 
 def _answer(request_id: str, future: Future) -> Response:
     if future.state == "pending":
         return _pending(request_id)
     response = _failure(future) if future.state == "failed" else _result(future)
-    beside(_note_delivery, services().futures, tenant(), request_id)
+    services().delivered.note(tenant(), request_id)
     return response
 
 
-def _note_delivery(futures: Futures, owner: str, request_id: str) -> None:
-    """Shorten the life of a result; the answer doesn't wait for it. At worst the result is kept for days."""
-    try:
-        futures.deliver(owner, request_id)
-    except StoreUnavailable as error:
-        log.warning("the delivery of %s wasn't noted: %s", request_id, error)
-
-
 def _pending(request_id: str) -> Response:
-    state, reason = _queue_state(request_id)
+    parent = keys.parse_request(request_id).parent
+    state, reason = services().queue_states.get((tenant(), parent), lambda: _queue_state(request_id))
     response = jsonify(type="try_again", request_id=request_id, queue_state=state, queue_state_reason=reason)
     response.status_code = 408
     return response
@@ -92,6 +190,8 @@ def _queue_state(request_id: str) -> tuple[str, str | None]:
         owner = registry().run(tenant(), parent) if is_run else registry().sampler(tenant(), parent)
     except NotFound:
         return "active", None
+    if is_run and (wait_s := services().quotas.seconds_to_wait(tenant())):
+        return "paused_rate_limit", f"the tenant's tokens of this minute are used; training goes on in {wait_s:.0f} s"
     kind = "trainer" if is_run else "sampler"
     there = presence(services().store, kind, owner.slug)
     if there == "up":

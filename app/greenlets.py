@@ -7,17 +7,20 @@ everything here is a plain call.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from gevent import Timeout, get_hub, monkey
+from gevent import Timeout, get_hub, monkey, sleep
 from gevent.pool import Pool
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_beside = Pool(256)
+_beside = Pool(1024)
+_TELL_S = 10.0
+_told = 0.0
 
 
 def off_loop(work: Callable[..., T], *args: object, large: bool) -> T:
@@ -53,6 +56,18 @@ def within(seconds: float, work: Callable[..., T], *args: object) -> T:
         return work(*args)
 
 
+def breathe() -> None:
+    """Let every other greenlet that can go on have its turn first."""
+    if _on_gevent():
+        sleep(0)
+
+
+def rest(seconds: float) -> None:
+    """Let others work for so long, where there are others."""
+    if _on_gevent():
+        sleep(seconds)
+
+
 def beside(work: Callable[..., None], *args: object) -> None:
     """Start `work(*args)` beside the request, which doesn't wait for it; left out when too much hangs already."""
     if not _on_gevent():
@@ -60,7 +75,15 @@ def beside(work: Callable[..., None], *args: object) -> None:
     elif _beside.free_count() > 0:
         _beside.spawn(work, *args)
     else:
-        log.warning("%s left out: %d of them still wait", getattr(work, "__name__", work), _beside.size)
+        _tell(f"{getattr(work, '__name__', work)} left out, as others may be: {_beside.size} of them still wait")
+
+
+def _tell(trouble: str) -> None:
+    """Log it, now and then: thousands of requests may have the same trouble at once."""
+    global _told
+    if time.monotonic() - _told > _TELL_S:
+        _told = time.monotonic()
+        log.warning(trouble)
 
 
 class Budget:

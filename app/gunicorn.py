@@ -6,6 +6,9 @@ patched it.
 
 from __future__ import annotations
 
+import gc
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -13,15 +16,31 @@ from typing import Any
 
 import gevent
 from gunicorn.app.base import BaseApplication
+from gunicorn.errors import AppImportError
 from gunicorn.workers.ggevent import GeventWorker
 
 from openrl.app.settings import AppSettings
+from openrl.tasks.process import keep_freed_memory
 
 GRACE_S = 5
 """Time that requests in hand have to end after SIGTERM."""
 
 STUCK_S = 120
 """A worker whose event loop stands still for this long is replaced. Generous: trainers share the processor."""
+
+SWITCH_S = 0.0001
+"""How long the event loop waits for the interpreter's lock while a native thread decodes. It gives the lock up with
+each system call, so Python's own 5 ms would add up to a tenth of a second for one heartbeat."""
+
+YOUNG_OBJECTS, YOUNG_ROUNDS = 1000, 2
+"""When the garbage collector looks at the newest objects, and at those that outlived so many looks: often, at few."""
+
+FULL_SWEEP_S = 600.0
+"""How often it looks at all, which stops the loop for tens of milliseconds when thousands of polls wait. By itself it
+would do so several times a minute; requests leave hardly anything for it, so little gathers in between."""
+
+KEPT_BYTES = 64 << 20
+"""Freed memory that a process keeps: bodies of some MiB come again and again."""
 
 
 class Server(BaseApplication):
@@ -51,10 +70,18 @@ class Server(BaseApplication):
             self.cfg.set(name, value)
 
     def load(self) -> Any:
-        """Build the application, in a worker."""
-        from openrl.app.factory import create_app  # only here: gevent has patched the process by now
+        """Build the application, in a worker.
 
-        return create_app(self._settings)
+        Raises:
+            AppImportError: data of another version lies here. It ends all of gunicorn, with APP_LOAD_ERROR.
+        """
+        from openrl.app.factory import create_app  # only here: gevent has patched the process by now
+        from openrl.tasks.errors import OtherVersion
+
+        try:
+            return create_app(self._settings)
+        except OtherVersion as other:
+            raise AppImportError(f"openrl.app: {other}") from other
 
 
 class Worker(GeventWorker):
@@ -62,7 +89,25 @@ class Worker(GeventWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.wsgi: Any = None
         self._idle: dict[gevent.Greenlet, gevent.Timeout] = {}
+        self._swept = time.monotonic()
+
+    def load_wsgi(self) -> None:
+        """Build the application, and set the process up so that its event loop never stands still for long."""
+        super().load_wsgi()
+        keep_freed_memory(KEPT_BYTES)
+        sys.setswitchinterval(SWITCH_S)
+        gc.collect()
+        gc.freeze()  # what is there now stays for ever: no need to look at it again
+        gc.set_threshold(YOUNG_OBJECTS, YOUNG_ROUNDS, 2**31 - 1)
+
+    def notify(self) -> None:
+        """Show that the loop runs, once a second; now and then collect what is old."""
+        super().notify()
+        if time.monotonic() - self._swept > FULL_SWEEP_S:
+            gc.collect()
+            self._swept = time.monotonic()
 
     @contextmanager
     def timeout_ctx(self) -> Iterator[None]:
@@ -83,6 +128,7 @@ class Worker(GeventWorker):
     def _drain(self) -> None:
         from openrl.app.context import EXTENSION
 
-        self.wsgi.extensions[EXTENSION].polls.release()
+        if self.wsgi is not None:  # asked to leave before the application was there
+            self.wsgi.extensions[EXTENSION].polls.release()
         for waiting, timeout in list(self._idle.items()):
             waiting.kill(timeout, block=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import marshmallow
@@ -9,10 +10,10 @@ from flask.views import MethodView
 from marshmallow import fields
 
 from openrl.app import wire
-from openrl.app.checkpoints import ALL, CheckpointSchema
+from openrl.app.checkpoints import CheckpointSchema, listed
 from openrl.app.context import registry, tenant
 from openrl.app.creation import ADAMW
-from openrl.app.schemas import CursorSchema, PageSchema, Sent, Text, Time, as_strings, tag
+from openrl.app.schemas import TEXTS, CursorSchema, PageSchema, Sent, Text, Time, as_strings, tag
 from openrl.app.submission import own_run_and_model
 from openrl.tasks.errors import NotFound
 from openrl.tasks.registry import BaseModel, Run
@@ -47,19 +48,28 @@ class InfoSchema(marshmallow.Schema):
     optimizer_config = fields.Dict()
 
 
+_NEWEST = {"allOf": [{"$ref": "#/components/schemas/Checkpoint"}], "nullable": True}
+
+
 class RunSchema(marshmallow.Schema):
     """A run as the SDK lists it."""
 
     training_run_id = fields.String(attribute="run_id")
     base_model = fields.String()
-    model_owner = fields.String(attribute="tenant")
+    model_owner = fields.Function(lambda run: run.tenant if run.tenant == tenant() else "", metadata={"type": "string"})
     is_lora = fields.Constant(True)
     lora_rank = fields.Integer(attribute="rank")
     corrupted = fields.Function(lambda run: run.state == "failed", metadata={"type": "boolean"})
     last_request_time = Time(attribute="last_request")
-    last_checkpoint = fields.Function(lambda run: _newest(run, "training"))
-    last_sampler_checkpoint = fields.Function(lambda run: _newest(run, "sampler"))
-    user_metadata = fields.Function(lambda run: as_strings(run.user_metadata))
+    last_checkpoint = fields.Function(lambda run: _newest(run, "training"), metadata=_NEWEST)
+    last_sampler_checkpoint = fields.Function(lambda run: _newest(run, "sampler"), metadata=_NEWEST)
+    user_metadata = fields.Function(lambda run: as_strings(run.user_metadata), metadata=TEXTS)
+
+
+class RunPageSchema(PageSchema):
+    """Which part of the list of runs: of all, or of one project."""
+
+    project_id = Text(load_default=None, most_chars=256)
 
 
 class RunListSchema(marshmallow.Schema):
@@ -81,10 +91,16 @@ class InfoView(MethodView):
 @blp.route("/training_runs")
 class RunListView(MethodView):
     @blp.response(200, RunListSchema)
-    @blp.arguments(PageSchema, location="query")
+    @blp.arguments(RunPageSchema, location="query")
     def get(self, page: dict[str, Any]) -> dict[str, Any]:
-        """List one's own runs, newest first."""
-        runs, total = registry().runs(tenant(), page["limit"], page["offset"])
+        """List runs, newest first: one's own, all or those of a project; and, if asked, others' published ones."""
+        project_id = page.pop("project_id")
+        others = page["access_scope"] == "accessible" and project_id is None
+        runs, total = registry().runs(tenant(), page["limit"], page["offset"], project_id=project_id)
+        if others:
+            found = _of_others()
+            runs += found[max(0, page["offset"] - total) :][: page["limit"] - len(runs)]
+            total += len(found)
         return {"training_runs": runs, "cursor": {**page, "total_count": total}}
 
 
@@ -93,8 +109,14 @@ class RunView(MethodView):
     @blp.response(200, RunSchema)
     @blp.arguments(PageSchema(only=("access_scope",)), location="query")
     def get(self, _scope: dict[str, str], run_id: str) -> Run:
-        """Show a run."""
-        return registry().run(tenant(), run_id)
+        """Show a run of one's own, or one with a published checkpoint."""
+        try:
+            return registry().run(tenant(), run_id)
+        except NotFound:
+            found = _of_other(run_id)
+            if found is None:
+                raise
+            return found
 
 
 def _info(run: Run, model: BaseModel) -> dict[str, Any]:
@@ -110,8 +132,29 @@ def _info(run: Run, model: BaseModel) -> dict[str, Any]:
 
 def _newest(run: Run, kind: str) -> dict[str, Any] | None:
     try:
-        found = registry().checkpoints(run.tenant, run.run_id, ALL, 0)[0]
-    except NotFound:  # the run was deleted while the list was made
+        found = listed(run.run_id)
+    except NotFound:  # the run was deleted, or unpublished, while the list was made
         return None
     newest = next((checkpoint for checkpoint in found if checkpoint.kind == kind), None)
     return None if newest is None else CheckpointSchema().dump(newest)
+
+
+def _of_others() -> list[Run]:
+    """Return the runs of other tenants that have a published checkpoint, the latest published first."""
+    return _published(registry().published_runs())
+
+
+def _of_other(run_id: str) -> Run | None:
+    """Return another tenant's run, if it has a published checkpoint."""
+    found = _published([run_id])
+    return found[0] if found else None
+
+
+def _published(run_ids: list[str]) -> list[Run]:
+    """Return those of some runs that are others' and have a published checkpoint, without what else they do."""
+    found = registry().published_of(run_ids)
+    theirs = [(owner, run_id) for run_id, (owner, _) in found.items() if owner != tenant()]
+    return [
+        replace(run, last_request=found[run.run_id][1][0].created, state="ready")
+        for run in registry().runs_by_id(theirs)
+    ]

@@ -13,14 +13,38 @@ from openrl.app import checks, wire
 from openrl.app.context import base_model, check_base, model_of, registry, services, tenant
 from openrl.app.greenlets import off_loop
 from openrl.app.schemas import INT64_MAX, Flag, Number, PromiseSchema, Sent, Text, Whole, tag, unicode_only
+from openrl.tasks import keys
 from openrl.tasks.errors import InvalidRequest, shown
 from openrl.tasks.messages import Sample
+from openrl.tasks.operations import Promise
 from openrl.tasks.registry import Checkpoint, Sampler
 from openrl.tasks.wire import codec
 
 blp = wire.Blueprint("sampling", __name__, description="Sampling sessions and samples.")
 
 SAMPLER_SEGMENT = "sampler_weights/"
+
+_WHOLES = {"type": "array", "items": {"type": "integer"}}
+_CHUNK = {"type": "object", "properties": {"type": {"type": "string"}, "tokens": _WHOLES}, "required": ["tokens"]}
+_PROMPT = {
+    "type": "object",
+    "properties": {"chunks": {"type": "array", "items": _CHUNK}},
+    "required": ["chunks"],
+}
+_STOPS = {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "integer"}]}}
+_STOP = {"anyOf": [{"type": "string"}, _STOPS]}
+_CELLS = {
+    "type": "object",
+    "properties": {
+        "data": _WHOLES,
+        "dtype": {"type": "string"},
+        "shape": _WHOLES,
+        "sparse_crow_indices": _WHOLES,
+        "sparse_col_indices": _WHOLES,
+    },
+    "required": ["data", "dtype", "shape"],
+}
+"""How the document describes what the codec reads."""
 
 
 class SamplingSessionSchema(Sent):
@@ -44,10 +68,17 @@ class SamplingParamsSchema(Sent):
 
     max_tokens = Whole(load_default=None, least=-(2**31))
     seed = Whole(load_default=None, least=-(2**63), most=INT64_MAX)
-    stop = fields.Raw(validate=unicode_only)
+    stop = fields.Raw(validate=unicode_only, metadata=_STOP)
     temperature = Number(load_default=1.0)
     top_k = Whole(load_default=-1, least=-(2**31))
     top_p = Number(load_default=1.0)
+
+
+class JoinSchema(Sent):
+    """A further client of a sampler."""
+
+    sampling_session_id = Text(required=True)
+    type = tag("join_sampling_session")
 
 
 class SampleSchema(Sent):
@@ -56,12 +87,12 @@ class SampleSchema(Sent):
     sampling_session_id = Text(required=True)
     seq_id = Whole(required=True, most=INT64_MAX)
     num_samples = Whole(load_default=1, least=-(2**31))
-    prompt = fields.Raw(required=True)
+    prompt = fields.Raw(required=True, metadata=_PROMPT)
     sampling_params = fields.Nested(SamplingParamsSchema, required=True)
     prompt_logprobs = Flag(load_default=False)
     topk_prompt_logprobs = Whole(load_default=0, least=-(2**31))
     topk_sample_logprobs = Whole(load_default=0, least=-(2**31))
-    target_prompt_logprobs = fields.Raw()
+    target_prompt_logprobs = fields.Raw(metadata=_CELLS)
     prompt_alt_tokens_k = Whole(load_default=0, least=-(2**31))
     prompt_logprobs_last_n = Whole(load_default=None, least=-(2**31))
     record_stability_info = Flag(load_default=False)
@@ -84,12 +115,21 @@ class SamplingSessionAnswerSchema(marshmallow.Schema):
     sampling_session_id = fields.String(attribute="sampler_id")
 
 
+class JoinAnswerSchema(marshmallow.Schema):
+    """A client's number: its `seq_id` counts from that many billions."""
+
+    type = fields.Constant("join_sampling_session")
+    client_counter = fields.Integer(required=True)
+
+
 class SamplerSchema(marshmallow.Schema):
     """A sampler, as the SDK asks for it."""
 
     sampler_id = fields.String()
     base_model = fields.String()
-    model_path = fields.Function(lambda sampler: sampler.model_path or None, metadata={"type": "string"})
+    model_path = fields.Function(
+        lambda sampler: sampler.model_path or None, metadata={"type": "string", "nullable": True}
+    )
 
 
 class SamplePromiseSchema(PromiseSchema):
@@ -104,7 +144,16 @@ class SamplingSessionView(MethodView):
     @blp.arguments(SamplingSessionSchema, location="wire")
     def post(self, asked: dict[str, Any]) -> Sampler:
         """Bind weights to the sampler `<session>:sample:<n>`."""
-        return _create_sampler(asked)
+        return create_sampler(asked)
+
+
+@blp.route("/join_sampling_session")
+class JoinView(MethodView):
+    @blp.response(200, JoinAnswerSchema)
+    @blp.arguments(JoinSchema, location="wire")
+    def post(self, asked: dict[str, Any]) -> dict[str, int]:
+        """Give a further client of a sampler a number of its own, from 1."""
+        return {"client_counter": services().deliveries.join(tenant(), asked["sampling_session_id"])}
 
 
 @blp.route("/samplers/<sampler_id>")
@@ -124,7 +173,8 @@ class SampleView(MethodView):
         return _sample(registry().sampler(tenant(), asked["sampling_session_id"]), asked)
 
 
-def _create_sampler(asked: Mapping[str, Any]) -> Sampler:
+def create_sampler(asked: Mapping[str, Any]) -> Sampler:
+    """Bind the weights that a request names to a number of its session."""
     checkpoint = _sampler_checkpoint(asked["model_path"]) if "model_path" in asked else None
     model = base_model(asked.get("base_model") or (checkpoint.base_model if checkpoint else ""))
     if checkpoint and checkpoint.base_model != model.name:
@@ -156,12 +206,20 @@ def _sampler_checkpoint(path: str) -> Checkpoint:
 def _sample(sampler: Sampler, asked: Mapping[str, Any]) -> dict[str, Any]:
     message = off_loop(_message, sampler.adapter_dir, asked, large=len(wire.body()) > wire.LARGE_BYTES)
     checks.check_sample(message, model_of(sampler))
-    promise = services().journal.submit_sample(tenant(), sampler, asked["seq_id"], message)
-    services().ring(Sample.kind, sampler.slug, tenant(), promise.request_id)
+    promise = submit(sampler, asked["seq_id"], message)
     return {
         "request_id": promise.request_id,
         "sample_sequence_ids": [f"{promise.request_id}:{n}" for n in range(message.num_samples)],
     }
+
+
+def submit(sampler: Sampler, seq_id: int, message: Sample) -> Promise:
+    """Put a checked sample into the queue and ring for it."""
+    place = (Sample.kind, sampler.slug, tenant())
+    letter = services().doorbell.letter(*place, keys.request_id(sampler.sampler_id, seq_id))
+    promise = services().journal.submit_sample(tenant(), sampler, seq_id, message, letter=letter)
+    services().ring(*place, promise.request_id, posted=letter is not None)
+    return promise
 
 
 def _message(adapter_dir: str, asked: Mapping[str, Any]) -> Sample:

@@ -108,8 +108,20 @@ class Metadata(fields.Dict):
 class Time(fields.Field[float]):
     """Seconds since the epoch, written as ISO 8601 with its zone."""
 
+    def __init__(self, **options: Any) -> None:
+        described = {"type": "string", "format": "date-time", "nullable": True}
+        super().__init__(**{"metadata": described, **options})
+
     def _serialize(self, value: float | None, attr: str | None, obj: Any, **options: Any) -> str | None:
         return None if value is None else datetime.fromtimestamp(value, UTC).isoformat()
+
+
+TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
+"""How the document describes `as_strings`."""
+
+
+BINARY = {"type": "string", "format": "binary"}
+"""How it describes a file, and protobuf."""
 
 
 def unicode_only(value: Any) -> None:
@@ -136,7 +148,8 @@ class Sent(marshmallow.Schema):
     error_messages = {"unknown": "is unknown here; nothing was changed", "type": "must be an object"}
 
     def on_bind_field(self, field_name: str, field_obj: fields.Field[Any]) -> None:
-        """Give every field the same words for a missing value."""
+        """Give every field the same words for a missing value; an optional one may be null."""
+        field_obj.allow_none = not field_obj.required
         field_obj.error_messages["required"] = "is required"
         field_obj.error_messages["null"] = "is required"
         super().on_bind_field(field_name, field_obj)

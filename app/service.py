@@ -32,17 +32,21 @@ class ClientSchema(Sent):
 class ConfigSchema(marshmallow.Schema):
     """Flags for the SDK; those that aren't here keep the SDK's defaults. `AppSettings` gives the reasons."""
 
+    pjwt_auth_enabled = fields.Boolean()
     parallel_fwdbwd_chunks = fields.Boolean()
     proto_compress_fwdbwd = fields.Boolean()
     custom_loss_server_side = fields.Boolean()
     sample_max_concurrent_requests = fields.Integer()
+    sample_use_retrieve_futures = fields.Boolean()
+    sample_join_sampling_session = fields.Boolean()
 
 
 class DynamicConfigSchema(marshmallow.Schema):
     """Flags that clients ask for again and again."""
 
-    refresh_interval_sec = fields.Integer()
-    sample_cancel_enabled = fields.Constant(False)
+    refresh_interval_sec = fields.Integer(attribute="dynamic_config_refresh_s")
+    sample_cancel_enabled = fields.Boolean()
+    sample_cancel_max_batch_size = fields.Integer()
 
 
 class ModelSchema(marshmallow.Schema):
@@ -89,9 +93,9 @@ class ConfigView(MethodView):
 class DynamicConfigView(MethodView):
     @blp.response(200, DynamicConfigSchema)
     @blp.arguments(ClientSchema, location="wire")
-    def post(self, _client: dict[str, str]) -> dict[str, int]:
+    def post(self, _client: dict[str, str]) -> Any:
         """Tell a client what may change while it runs."""
-        return {"refresh_interval_sec": services().settings.dynamic_config_refresh_s}
+        return services().settings
 
 
 @blp.route("/get_server_capabilities")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from typing import Any
 
 import marshmallow
 from flask import request
 from flask.views import MethodView
-from marshmallow import fields, validate
+from marshmallow import ValidationError, fields, validate, validates_schema
 
 from openrl.app import wire
-from openrl.app.context import registry, tenant
+from openrl.app.context import registry, services, tenant
 from openrl.app.schemas import CursorSchema, Metadata, PageSchema, Sent, Text, as_strings, tag
+from openrl.app.search import ENDS
 from openrl.tasks.registry import Session
 
 blp = wire.Blueprint("sessions", __name__, description="Sessions: one for each client.")
@@ -41,7 +42,13 @@ class HeartbeatSchema(Sent):
 class ReasonSchema(Sent):
     """How a client ended."""
 
-    type = Text(load_default="success", most_chars=256)
+    type = Text(load_default="success", most_chars=64)
+
+    @validates_schema
+    def known(self, data: Mapping[str, Any], **_options: Any) -> None:
+        """Refuse an end that no search would find."""
+        if data["type"] not in ENDS:
+            raise ValidationError(f"must be {', '.join(ENDS)}", "type")
 
 
 class FinishSchema(Sent):
@@ -49,6 +56,18 @@ class FinishSchema(Sent):
 
     reason = fields.Nested(ReasonSchema, load_default=dict)
     detail = Text(load_default="")
+
+
+class ProjectSchema(Sent):
+    """Where a session belongs."""
+
+    project_id = Text(required=True, most_chars=256)
+
+    @validates_schema
+    def named(self, data: Mapping[str, Any], **_options: Any) -> None:
+        """Refuse to take a session out of its project."""
+        if not data["project_id"].strip():
+            raise ValidationError("must name a project; a session can be moved, not taken out", "project_id")
 
 
 class SessionAnswerSchema(marshmallow.Schema):
@@ -104,12 +123,23 @@ class HeartbeatView(MethodView):
 
 @blp.route("/sessions/<session_id>/finish")
 class FinishView(MethodView):
-    @blp.response(200)
+    @blp.response(200, marshmallow.Schema)
     @blp.arguments(FinishSchema, location="wire")
     def post(self, asked: dict[str, Any], session_id: str) -> dict[str, str]:
-        """Note that a session's client has ended; what it submitted still runs."""
-        reason = {"type": asked["reason"].get("type", "success"), "detail": asked["detail"]}
-        registry().finish_session(tenant(), session_id, json.dumps(reason))
+        """Note that a client has ended: its unfinished samples are cancelled, the operations of its runs are not."""
+        reason = asked["reason"].get("type", "success")
+        registry().finish_session(tenant(), session_id, reason, asked["detail"])
+        services().cancelling.cancel_samples(tenant(), session_id)
+        return {}
+
+
+@blp.route("/sessions/<session_id>/project")
+class ProjectView(MethodView):
+    @blp.response(200, marshmallow.Schema)
+    @blp.arguments(ProjectSchema, location="wire")
+    def put(self, asked: dict[str, str], session_id: str) -> dict[str, str]:
+        """Move a session, with its runs and samplers, into a project."""
+        registry().move_session(tenant(), session_id, asked["project_id"])
         return {}
 
 

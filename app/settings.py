@@ -12,9 +12,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from openrl.tasks.loopback import is_loopback
+from openrl.tasks.process import most_open_files
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
+
+FILES_BESIDE = 128
+"""Open files of an API process that aren't clients' connections: the store's, results and exports being read, logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +39,8 @@ class AppSettings:
     """Gunicorn processes. One holds thousands of polls (gevent); a second keeps answering while the first decodes."""
 
     worker_connections: int = 4096
-    """Connections one process holds at a time. A waiting poll is one connection, and costs about 20 KB."""
+    """Connections one process holds at a time. A waiting poll is one connection, and takes about 25 KB. The process
+    must be allowed to open a file for each."""
 
     keepalive_s: int = 120
     """Seconds an idle connection is kept. Longer than the SDK's pool keeps one, so that the client closes first."""
@@ -60,6 +65,10 @@ class AppSettings:
     poll_max_s: float = 25.0
     """Longest hold, seconds; each poll draws its own, so that they don't end together. Well under the SDK's 45 s."""
 
+    completion_timeout_s: float = 600.0
+    """How long a completion or chat over the OpenAI-compatible routes waits for its next token or result, seconds; then
+    it is given up. As long as OpenAI's own client waits."""
+
     max_lora_rank: int = 256
     """Largest LoRA rank accepted: one run's adapter and moments must leave room for its neighbours'."""
 
@@ -76,6 +85,30 @@ class AppSettings:
     sample_max_concurrent_requests: int = 512
     """Samples that one sampling client keeps in flight. Each holds an open poll, so the SDK's own 2000 would let two
     clients fill a process; 512 still gives an engine far more than it runs at once."""
+
+    sample_use_retrieve_futures: bool = False
+    """Tell the SDK to wait for all samples of a client in one poll. Off: each result then takes a second request, which
+    doubles what a lone sample costs the API and adds half to its latency (measured), a client doesn't hear why its
+    samples wait, and one refused poll fails them all. On, a client holds one poll in place of one for each sample, and
+    `sample_max_concurrent_requests` no longer bounds it. The route is served whatever this says."""
+
+    sample_join_sampling_session: bool = True
+    """Tell the SDK to ask for the number of a copied sampling client in place of drawing one: a small request for each
+    copy, and no two can draw the same."""
+
+    sample_cancel_enabled: bool = True
+    """Tell the SDK to cancel the samples that nobody waits for any more, so that they give their slots to others.
+    Cancelling is served whatever this says."""
+
+    sample_cancel_max_batch_size: int = 64
+    """How many cancellations one client sends side by side. The SDK's default; each is a small script of the store."""
+
+    pjwt_auth_enabled: bool = False
+    """Tell the SDK to exchange its key for a short-lived token, and to send that. Off: over TLS, or on one machine, it
+    costs a request and wins nothing. Tokens are given and accepted whatever this says."""
+
+    auth_token_ttl_s: int = 900
+    """How long such a token works, seconds; the SDK renews it after half of that. Revoking the key ends it at once."""
 
     public_url: str = ""
     """Where clients reach the service, if a proxy changes scheme, host or path: links to files begin with it. Empty:
@@ -99,8 +132,11 @@ class AppSettings:
         _require(0 <= self.port <= 65535, "port", "must be 0 to 65535")
         _require(0 < self.body_timeout_s < float("inf"), "body_timeout_s", "must be more than 0")
         _require(0 < self.poll_min_s <= self.poll_max_s <= 40, "poll_min_s", "0 < poll_min_s <= poll_max_s <= 40")
+        _require(0 < self.completion_timeout_s < float("inf"), "completion_timeout_s", "must be more than 0")
         _require(self.max_lora_rank >= 1, "max_lora_rank", "must be at least 1")
         _require(self.sample_max_concurrent_requests >= 1, "sample_max_concurrent_requests", "must be at least 1")
+        _require(self.sample_cancel_max_batch_size >= 1, "sample_cancel_max_batch_size", "must be at least 1")
+        _require(120 <= self.auth_token_ttl_s <= 86400, "auth_token_ttl_s", "must be 120 to 86400")
         _require(_is_base_url(self.public_url), "public_url", "must be http(s)://HOST[:PORT][/PATH]")
         _require(1 <= self.download_link_ttl_s <= 86400, "download_link_ttl_s", "must be 1 to 86400")
         _require(self.dynamic_config_refresh_s >= 10, "dynamic_config_refresh_s", "must be at least 10")
@@ -108,12 +144,25 @@ class AppSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> AppSettings:
-        """Read the settings. Raises ValueError naming the variable that makes no sense."""
+        """Read the settings. Raises ValueError naming the variable that makes no sense, also on this machine."""
         values: dict[str, Any] = {}
         for field in fields(cls):
             if text := environ.get(f"OPENRL_{field.name.upper()}", ""):
                 values[field.name] = _parse(field.name, str(field.type), text)
-        return cls(**values)
+        found = cls(**values)
+        found.check_open_files(most_open_files())
+        return found
+
+    def check_open_files(self, allowed: int) -> None:
+        """Raise ValueError where the connections don't fit the files that a process may open."""
+        needed, room = self.worker_connections + FILES_BESIDE, allowed - FILES_BESIDE
+        if needed > allowed:
+            lower = f", or set OPENRL_WORKER_CONNECTIONS={room} or less" if room >= 1 else ""
+            raise ValueError(
+                f"OPENRL_WORKER_CONNECTIONS={self.worker_connections} needs {needed} open files in each API "
+                f"process, and the hard limit is {allowed}: raise it to {needed} (ulimit -Hn as root, LimitNOFILE= in "
+                f"a systemd unit, --ulimit nofile= for a container){lower}"
+            )
 
     @property
     def loopback(self) -> bool:

@@ -14,6 +14,8 @@ from typing import ParamSpec, TypeVar
 
 from openrl.app import wire
 from openrl.app.context import model_of, registry, services, tenant
+from openrl.tasks import keys
+from openrl.tasks.checkpoints import COPIED
 from openrl.tasks.errors import Gone, InvalidRequest, KeyReused, NotFound
 from openrl.tasks.journal import Promise
 from openrl.tasks.messages import Message
@@ -56,8 +58,15 @@ def submit(asked: Submission) -> Promise:
 
 def enqueue(run: Run, seq_id: int, message: Message) -> Promise:
     """Put a checked operation into the journal and ring for it."""
-    promise = services().journal.submit(tenant(), run.run_id, seq_id, message)
-    services().ring(message.kind, run.slug, tenant(), promise.request_id)
+    if run.state == COPIED:
+        raise InvalidRequest(
+            f"run {run.run_id!r} only holds the copy of a checkpoint and can't be trained on: "
+            "create a run from the copy's tinker:// address"
+        )
+    place = (message.kind, run.slug, tenant())
+    letter = services().doorbell.letter(*place, keys.request_id(run.run_id, seq_id))
+    promise = services().journal.submit(tenant(), run.run_id, seq_id, message, letter=letter)
+    services().ring(*place, promise.request_id, posted=letter is not None)
     return promise
 
 

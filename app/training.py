@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import marshmallow
 from flask.views import MethodView
 from marshmallow import ValidationError, fields, post_load, validates_schema
 
 from openrl.app import checks, wire
 from openrl.app.greenlets import off_loop
-from openrl.app.schemas import Number, PromiseSchema, Sent, Text, Whole, tag
+from openrl.app.schemas import BINARY, Number, PromiseSchema, Sent, Text, Whole, tag
 from openrl.app.submission import Submission, consumes_its_key, enqueue, own_run_and_model, submit
 from openrl.tasks.errors import shown
 from openrl.tasks.journal import Promise
@@ -61,13 +60,14 @@ class OptimStepSchema(Sent):
         return Submission(run_id=data["model_id"], seq_id=data["seq_id"], message=message)
 
 
-class ForwardBackwardSchema(marshmallow.Schema):
+class ForwardBackwardSchema(Sent):
     """The JSON body of older SDKs; newer ones send protobuf, whose fields are in `openrl.tasks.wire`."""
 
     model_id = Text(required=True)
     seq_id = Whole(required=True, least=1)
     forward_backward_input = fields.Dict()
     forward_input = fields.Dict()
+    type = Text()
 
 
 # Routes ------------------------------------------------------------------------------------------
@@ -75,7 +75,12 @@ class ForwardBackwardSchema(marshmallow.Schema):
 
 @blp.route("/forward_backward")
 class ForwardBackwardView(MethodView):
-    @blp.doc(requestBody={"content": {JSON: {"schema": ForwardBackwardSchema}, PROTOBUF: {}}})
+    @blp.doc(
+        requestBody={
+            "content": {JSON: {"schema": ForwardBackwardSchema}, PROTOBUF: {"schema": BINARY}},
+            "required": True,
+        }
+    )
     @blp.response(200, PromiseSchema)
     @consumes_its_key(ForwardBackward.kind)
     def post(self) -> Promise:
@@ -85,7 +90,7 @@ class ForwardBackwardView(MethodView):
 
 @blp.route("/forward")
 class ForwardView(MethodView):
-    @blp.doc(requestBody={"content": {JSON: {"schema": ForwardBackwardSchema}}})
+    @blp.doc(requestBody={"content": {JSON: {"schema": ForwardBackwardSchema}}, "required": True})
     @blp.response(200, PromiseSchema)
     @consumes_its_key(Forward.kind)
     def post(self) -> Promise:

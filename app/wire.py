@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
@@ -22,7 +23,7 @@ from gunicorn.http.errors import ParseException
 from webargs.flaskparser import FlaskParser
 
 from openrl.app.context import services
-from openrl.app.greenlets import Budget, off_loop, within
+from openrl.app.greenlets import Budget, breathe, off_loop, within
 from openrl.app.schemas import explain
 from openrl.tasks.errors import Incomplete, InvalidRequest, Overloaded, TooLarge, Undecodable, shown
 from openrl.tasks.operations import JSON, PROTOBUF
@@ -40,6 +41,13 @@ HEAD_WAIT_S = 1.0
 MAX_DEPTH = 32
 """Objects and lists inside each other in JSON. The deepest that an SDK sends is under 10; whatever looks into a value
 later can do so by recursion."""
+
+MAX_JSON_BYTES = 32 << 20
+"""Largest JSON body, whatever the caps on other bodies are: once parsed it takes up to twelve times as much. Older
+SDKs send 10 MB at most."""
+
+MAX_CONTAINERS = 1 << 19
+"""Objects and lists of one JSON body; an empty one takes thirty times its two bytes."""
 
 _CHUNK_BYTES = 1 << 20
 _ZSTD_STEP_BYTES = 1 << 10
@@ -196,6 +204,7 @@ def _received(limit: int) -> bytes:
         if size > limit:
             g.head = _head(parts[0])
             raise _over(limit)
+        breathe()
     if size < announced:
         raise Incomplete(f"the body broke off after {size} of {announced} bytes: send it again")
     return b"".join(parts)
@@ -276,14 +285,27 @@ def _head(data: bytes) -> bytes:
 
 
 def _parse_json(data: bytes) -> Any:
+    """Read JSON within bounds of size, depth and number of parts, and in which no key is there twice."""
+    if len(data) > MAX_JSON_BYTES:
+        raise TooLarge(f"the body is JSON of {len(data)} bytes, over {MAX_JSON_BYTES}: send less at once, or protobuf")
+    if (num_containers := data.count(b"[") + data.count(b"{")) > MAX_CONTAINERS:
+        raise TooLarge(f"the body's JSON opens {num_containers} brackets, over {MAX_CONTAINERS}: send less at once")
     try:
-        found = json.loads(data)
+        found = json.loads(data.decode(), object_pairs_hook=_without_doubles)
     except RecursionError as deep:
         raise _too_deep() from deep
     except ValueError as broken:
-        raise Undecodable(f"the body isn't JSON: {broken}") from broken
+        raise Undecodable(f"the body isn't JSON: {str(broken).partition('; use sys.')[0]}") from broken
     if _is_deep(found):
         raise _too_deep()
+    return found
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        doubled = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise InvalidRequest(f"the body's JSON has the key {shown(doubled)} twice")
     return found
 
 

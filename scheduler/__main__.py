@@ -16,7 +16,9 @@ from celery.beat import Service
 
 from openrl.scheduler.reconcile import SCHEDULE, Reconciler, SchedulerTask
 from openrl.scheduler.settings import SchedulerSettings
+from openrl.tasks import revoking, upgrade
 from openrl.tasks.celery import CONTROL_QUEUE, celery
+from openrl.tasks.errors import OtherVersion
 from openrl.tasks.process import die_with_parent
 from openrl.tasks.settings import StoreSettings
 from openrl.tasks.store import Store
@@ -55,14 +57,21 @@ class Beat(threading.Thread):
 
 
 def main() -> int:
-    """Serve the queue `control` until SIGTERM or SIGINT. Returns the exit status, 2 where a setting makes no sense."""
+    """Serve the queue `control` until SIGTERM or SIGINT. Returns the exit status, 2 where it refuses to start."""
     die_with_parent()
     try:
         settings, own = StoreSettings.from_env(), SchedulerSettings.from_env(os.environ)
     except ValueError as nonsense:
         sys.stderr.write(f"openrl.scheduler: {nonsense}\n")
         return 2
-    SchedulerTask.reconciler = Reconciler(Store.connect(settings), own)
+    store = Store.connect(settings)
+    try:
+        upgrade.check(store)
+    except OtherVersion as other:
+        sys.stderr.write(f"openrl.scheduler: {other}\n")
+        return 2
+    SchedulerTask.reconciler = Reconciler(store, own)
+    revoking.listen(store)
     # No results are kept, so nothing needs the cleanup that Celery would add to the schedule.
     celery.conf.update(beat_schedule=SCHEDULE, result_expires=None)
     for name in EVERY_TICK:

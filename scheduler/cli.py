@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import click
 
 from openrl.scheduler.clusters.local import devices
-from openrl.scheduler.settings import DEFAULT_IDLE_TIMEOUT_S, UpSettings
+from openrl.scheduler.settings import DEFAULT_IDLE_TIMEOUT_S, DEFAULT_RESTART_MAX_S, UpSettings
 from openrl.tasks import datadir
 from openrl.tasks.errors import OpenRLError
 
@@ -70,6 +70,9 @@ data_dir_option = _option(
               help="A worker without work for this long is stopped; it starts again when needed.")  # fmt: skip
 @_option("--api-workers", envvar="OPENRL_API_WORKERS", type=click.IntRange(min=1), default=2, show_default=True,
               help="Processes of the API.")  # fmt: skip
+@_option("--restart-max", "restart_max_s", envvar="OPENRL_RESTART_MAX_S", type=click.FloatRange(min=0, min_open=True),
+              default=DEFAULT_RESTART_MAX_S, show_default=True, metavar="SECONDS",
+              help="Longest wait before a process that keeps crashing is started again.")  # fmt: skip
 @_option("--json", "as_json", is_flag=True, help="Print the start-up report as one line of JSON.")
 @_option("--verbose", envvar="OPENRL_VERBOSE", is_flag=True,
               help="Say every start and stop. OPENRL_LOG_LEVEL=DEBUG lets the logs say more.")  # fmt: skip

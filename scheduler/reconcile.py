@@ -17,14 +17,17 @@ from openrl.scheduler import demand
 from openrl.scheduler.clusters.local import LocalCluster
 from openrl.scheduler.decide import decide
 from openrl.scheduler.resources import Snapshot
+from openrl.scheduler.retention import retain
 from openrl.scheduler.settings import SchedulerSettings
-from openrl.scheduler.sweep import sweep
+from openrl.scheduler.sweep import sweep, sweep_dropped
+from openrl.tasks.boundaries import reach
 from openrl.tasks.celery import CONTROL_QUEUE, celery
 from openrl.tasks.errors import StoreUnavailable
 from openrl.tasks.futures import Futures
 from openrl.tasks.journal import Journal
 from openrl.tasks.registry import Registry
 from openrl.tasks.store import Store
+from openrl.tasks.usage import Usage
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,16 @@ SCHEDULE: dict[str, dict[str, Any]] = {
     },
     "sweep-results": {
         "task": "scheduler.sweep_results",
+        "schedule": 300.0,
+        "options": {"queue": CONTROL_QUEUE, "expires": 300},
+    },
+    "meter-storage": {
+        "task": "scheduler.meter_storage",
+        "schedule": 300.0,
+        "options": {"queue": CONTROL_QUEUE, "expires": 300},
+    },
+    "sweep-checkpoints": {
+        "task": "scheduler.sweep_checkpoints",
         "schedule": 300.0,
         "options": {"queue": CONTROL_QUEUE, "expires": 300},
     },
@@ -73,10 +86,14 @@ class Reconciler:
     def reconcile(self) -> None:
         """Start and stop what the demand of this moment calls for."""
         decision = decide(self.observe())
+        if decision.actions:
+            reach("scheduler.decided")
         changed = self._cluster.apply(decision.actions)
         for action in decision.actions:
             if action.workload.name in changed:
                 log.info("%s %s: %s", action.verb, action.workload.name, action.reason)
+        if changed:
+            reach("scheduler.applied")
         if not self._said:
             self._cluster.set_watched()
             self._said = True
@@ -109,14 +126,28 @@ class Reconciler:
         self._looked = now
 
     def close_gaps(self) -> None:
-        """Let runs go on past operations that never arrived."""
+        """Let runs go on past operations that never arrived; keep promises to unload what its owner's end unloaded."""
         if closed := self._journal.close_gaps():
             log.info("closed %d gap(s): operations that never arrived", closed)
+        for model in self._registry.models():
+            self._journal.unloaded(model.slug)
 
     def sweep_results(self) -> None:
         """Delete the files of results that have expired."""
         if swept := self._futures.sweep():
             log.info("deleted the files of %d expired results", swept)
+
+    def meter_storage(self) -> None:
+        """Count what tenants have stored since the last time."""
+        Usage(self._store).meter()
+
+    def sweep_checkpoints(self) -> None:
+        """Forget expired checkpoints and versions that are to be kept no longer; delete what nobody needs any more."""
+        if expired := self._registry.expire():
+            log.info("%d checkpoints have expired", expired)
+        retain(self._store, self._settings)
+        if swept := sweep_dropped(self._store):
+            log.info("deleted %d directories whose rows were gone", swept)
 
     def sweep_orphans(self) -> None:
         """Delete what a crash or a deletion has left on disk."""
@@ -152,6 +183,18 @@ def close_gaps(self: SchedulerTask) -> None:
 def sweep_results(self: SchedulerTask) -> None:
     """Delete files of expired results. May be lost or doubled: the next tick deletes what is left."""
     self.reconciler.sweep_results()
+
+
+@celery.task(bind=True, base=SchedulerTask, name="scheduler.meter_storage")
+def meter_storage(self: SchedulerTask) -> None:
+    """Measure stored bytes. May be lost or doubled: the next tick counts from where the last one ended."""
+    self.reconciler.meter_storage()
+
+
+@celery.task(bind=True, base=SchedulerTask, name="scheduler.sweep_checkpoints")
+def sweep_checkpoints(self: SchedulerTask) -> None:
+    """Forget what has expired, delete what was dropped. May be lost or doubled: rows go before files, each once."""
+    self.reconciler.sweep_checkpoints()
 
 
 @celery.task(bind=True, base=SchedulerTask, name="scheduler.sweep_orphans")

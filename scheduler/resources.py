@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Literal, Self
 
+from openrl.tasks.schema import WORKLOAD
+
 Kind = Literal["trainer", "sampler"]
 KINDS: tuple[Kind, ...] = ("trainer", "sampler")
 
@@ -87,12 +89,12 @@ class Workload:
 
     def to_json(self) -> str:
         """Return the one canonical text of this workload."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return json.dumps(WORKLOAD.numbered(asdict(self)), sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """Rebuild the workload that `to_json` wrote."""
-        return cls(**json.loads(text))
+        return cls(**WORKLOAD.current(json.loads(text)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DEFAULT_IDLE_TIMEOUT_S = 900.0
+DEFAULT_RESTART_MAX_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,7 @@ class UpSettings:
     """Empty means the store."""
     idle_timeout_s: float = DEFAULT_IDLE_TIMEOUT_S
     api_workers: int = 2
+    restart_max_s: float = DEFAULT_RESTART_MAX_S
     verbose: bool = False
     as_json: bool = False
 
@@ -49,7 +51,24 @@ class SchedulerSettings:
     """OPENRL_ORPHAN_AGE_S: files that nothing names are deleted when they are older. A day outlasts any write under
     way, and gives an operator time to look after a crash."""
 
+    version_ttl_s: float = 24 * 3600.0
+    """OPENRL_VERSION_TTL_S: a version that was saved for one sampling client is kept for this long after its last use.
+    A day, so that a client which pauses over night finds its weights."""
+
+    version_last: int = 8
+    """OPENRL_VERSION_LAST: of each run the newest versions, this many, are kept whether they are used or not."""
+
+    version_bytes: int = 16 << 30
+    """OPENRL_VERSION_BYTES: what a run's versions may take; over it the ones that were not used for longest go, but for
+    the last and those with unfinished samples. Five hundred steps in a day must not fill a disk."""
+
     def __post_init__(self) -> None:
+        if not 0 < self.version_ttl_s < float("inf"):
+            raise ValueError("OPENRL_VERSION_TTL_S must be more than 0 seconds")
+        if self.version_last < 1:
+            raise ValueError("OPENRL_VERSION_LAST must be at least 1")
+        if self.version_bytes < 0:
+            raise ValueError("OPENRL_VERSION_BYTES must be 0 or more")
         if self.accelerators < 0:
             raise ValueError("OPENRL_ACCELERATORS must be 0 or more")
         if not self.idle_timeout_s > 0:
@@ -64,6 +83,9 @@ class SchedulerSettings:
             accelerators=int(_number(environ, "OPENRL_ACCELERATORS", 0)),
             idle_timeout_s=_number(environ, "OPENRL_IDLE_TIMEOUT_S", DEFAULT_IDLE_TIMEOUT_S),
             orphan_age_s=_number(environ, "OPENRL_ORPHAN_AGE_S", 24 * 3600.0),
+            version_ttl_s=_number(environ, "OPENRL_VERSION_TTL_S", 24 * 3600.0),
+            version_last=int(_number(environ, "OPENRL_VERSION_LAST", 8)),
+            version_bytes=int(_number(environ, "OPENRL_VERSION_BYTES", 16 << 30)),
         )
 
 

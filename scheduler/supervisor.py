@@ -21,11 +21,12 @@ import psutil
 
 from openrl.tasks import datadir
 from openrl.tasks.process import PARENT_PID
+from openrl.tasks.schema import PROCESS
 
 PROCESSES = "processes.json"
 
 BACKOFF_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Waits before a crashed process is started again, the last one for ever after."""
+"""Waits before a crashed process is started again, the last one for ever after; `longest_wait_s` may bound them."""
 
 STABLE_S = 60.0
 """A process that ran this long is healthy: its next crash counts as the first."""
@@ -74,6 +75,7 @@ class Supervisor:
         *,
         say: Callable[[str], None],
         detail: Callable[[str], None] = lambda line: None,
+        longest_wait_s: float = BACKOFF_S[-1],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._logs = data_dir / "logs"
@@ -81,6 +83,7 @@ class Supervisor:
         self._ledger = data_dir / PROCESSES
         self._say = say
         self._detail = detail
+        self._longest_wait_s = longest_wait_s
         self._clock = clock
         self._children: dict[str, _Child] = {}
         self._ledger_is_true = True
@@ -192,9 +195,9 @@ class Supervisor:
             child.process = self._process(program, path)
         except OSError as error:
             child.crashes += 1
-            wait_s = _backoff_s(child.crashes)
+            wait_s = self._backoff_s(child.crashes)
             child.due = self._clock() + wait_s
-            self._say(f"{program.name} can't be started ({_why(error)}); trying again in {wait_s:.0f} s")
+            self._say(f"{program.name} can't be started ({_why(error)}); trying again in {wait_s:g} s")
             return
         child.started = self._clock()
         self._write_ledger()
@@ -242,9 +245,12 @@ class Supervisor:
             self._detail(f"{name}: ended by itself; starting it again")
             return
         child.crashes = 1 if now - child.started >= STABLE_S else child.crashes + 1
-        wait_s = _backoff_s(child.crashes)
+        wait_s = self._backoff_s(child.crashes)
         child.due = now + wait_s
-        self._say(f"{name} {_how(status)}; starting it again in {wait_s:.0f} s; see {self.log_path(name)}")
+        self._say(f"{name} {_how(status)}; starting it again in {wait_s:g} s; see {self.log_path(name)}")
+
+    def _backoff_s(self, crashes: int) -> float:
+        return min(BACKOFF_S[min(crashes, len(BACKOFF_S)) - 1], self._longest_wait_s)
 
     def _write_ledger(self) -> None:
         rows = [_row(child.program.name, child.process.pid) for child in self._children.values() if child.process]
@@ -272,7 +278,7 @@ class Supervisor:
 
 def _row(name: str, pid: int) -> dict[str, object] | None:
     try:
-        return {"pid": pid, "start_time": psutil.Process(pid).create_time(), "name": name}
+        return PROCESS.numbered({"pid": pid, "start_time": psutil.Process(pid).create_time(), "name": name})
     except psutil.NoSuchProcess:
         return None
 
@@ -280,7 +286,7 @@ def _row(name: str, pid: int) -> dict[str, object] | None:
 def _leftovers(ledger: Path) -> Iterable[tuple[str, psutil.Process]]:
     """Yield what the ledger names and is still the same process: a number alone may be anybody's by now."""
     try:
-        rows = json.loads(ledger.read_text())
+        rows = [PROCESS.current(row) for row in json.loads(ledger.read_text())]
     except (FileNotFoundError, ValueError):
         return
     for row in rows:
@@ -308,10 +314,6 @@ def _how(status: int) -> str:
 
 def _why(error: OSError) -> str:
     return error.strerror or type(error).__name__
-
-
-def _backoff_s(crashes: int) -> float:
-    return BACKOFF_S[min(crashes, len(BACKOFF_S)) - 1]
 
 
 def _is_large(path: Path) -> bool:

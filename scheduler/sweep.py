@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from openrl.tasks.orphans import Named, named
+from openrl.tasks.orphans import Dropped, Named, named
 from openrl.tasks.spool import Spool
 from openrl.tasks.store import Store
 from openrl.workers.weights import layout
@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 
 AT_ONCE = 1000
 """Deletions in one go: the scheduler has other things to do."""
+
+
+GRACE_S = 600.0
+"""Time between the end of a directory's row and its own: whoever had just read the row has used it by then."""
 
 
 def sweep(store: Store, *, age_s: float) -> int:
@@ -35,6 +39,23 @@ def sweep(store: Store, *, age_s: float) -> int:
     return swept
 
 
+def sweep_dropped(store: Store, *, grace_s: float = GRACE_S) -> int:
+    """Delete the directories whose row is gone for `grace_s`, and which nothing needs any more; return how many.
+
+    A waiting load, a sampler or a snapshot may still name one: it is looked at again. After a crash in
+    between they are looked at again too.
+    """
+    dropped = Dropped(store)
+    due = dropped.before(store.now() - grace_s)
+    names = named(store).directories if due else set()
+    gone = [each for each in due if each not in names][:AT_ONCE]
+    for directory in gone:
+        log.info("deleting %s: its row is gone", directory)
+        layout.remove(layout.resolve(store.settings.data_dir, directory))
+    dropped.forget(gone)
+    return len(gone)
+
+
 def _orphans(store: Store, names: Named, before: float) -> Iterator[Path]:
     data_dir = store.settings.data_dir
     spool = Spool(data_dir, inline_bytes=store.settings.inline_bytes)
@@ -43,7 +64,8 @@ def _orphans(store: Store, names: Named, before: float) -> Iterator[Path]:
             yield path
     for tenant, run_id in sorted(names.runs):
         for path in layout.versions(data_dir, tenant, run_id):
-            if _older(path, before) and path.relative_to(data_dir).as_posix() not in names.directories:
+            name = path.relative_to(data_dir).as_posix()
+            if _older(path, before) and name not in names.directories and name not in names.dropped:
                 yield path
 
 

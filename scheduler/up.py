@@ -26,14 +26,17 @@ from openrl.scheduler.clusters.local import LocalCluster
 from openrl.scheduler.resources import Process, Workload
 from openrl.scheduler.settings import SchedulerSettings, UpSettings
 from openrl.scheduler.supervisor import PROCESSES, Program, Supervisor
-from openrl.tasks import datadir, embedded, process
+from openrl.tasks import datadir, embedded, process, upgrade
 from openrl.tasks.errors import OpenRLError, StoreFault, StoreUnavailable
 from openrl.tasks.loopback import is_loopback
 from openrl.tasks.ownership import new_epoch
+from openrl.tasks.quotas import Amounts, Quotas
 from openrl.tasks.registry import BaseModel, Registry
+from openrl.tasks.schema import DATA
 from openrl.tasks.settings import StoreSettings
 from openrl.tasks.store import Store
 from openrl.tasks.tenants import Tenants
+from openrl.tasks.usage import Usage
 
 SETTINGS = "openrl.settings"
 """The entry points of settings that a part of the service reads from its environment."""
@@ -133,6 +136,7 @@ def _environment(settings: UpSettings, *, port: int) -> dict[str, str]:
 def _check_directory(data_dir: Path) -> None:
     """Refuse a directory that can't be used, or that would first have to be made where that can't be done."""
     datadir.check_private(data_dir)
+    upgrade.check_directory(data_dir)
     _lowest_epoch(data_dir)
     there = next(path for path in (data_dir, *data_dir.parents) if path.exists())
     if not there.is_dir():
@@ -210,7 +214,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _supervisor(settings: UpSettings) -> Supervisor:
     detail = report.line if settings.verbose else lambda text: None
-    return Supervisor(settings.data_dir, say=report.line, detail=detail)
+    return Supervisor(settings.data_dir, say=report.line, detail=detail, longest_wait_s=settings.restart_max_s)
 
 
 def _store_settings(settings: UpSettings) -> StoreSettings:
@@ -266,13 +270,20 @@ class _Up:
 
     def _start_store(self) -> None:
         if self._settings.redis_url:
+            self._upgrade(alone=False)
             self._new_epoch()
             return
         data_dir = self._settings.data_dir
         self._supervisor.start(Program(name=STORE, argv=embedded.command(data_dir)))
         self._wait(STORE, lambda: embedded.answers(data_dir), timeout_s=embedded.START_TIMEOUT_S)
+        self._upgrade(alone=True)
         self._mark_epoch()
         _check_keys(self._settings, self._store)
+
+    def _upgrade(self, *, alone: bool) -> None:
+        found = upgrade.upgrade(self._store, alone=alone)
+        if found is not None:
+            report.line(f"upgraded the data from schema {found} to {DATA}; an earlier version can't use it any more")
 
     def _register(self) -> None:
         registry = Registry(self._store)
@@ -280,6 +291,8 @@ class _Up:
         registry.remove_models()
         for model in self._models:
             registry.add_model(model)
+        Quotas(self._store).publish(Amounts.of(self._store.settings))
+        Usage(self._store).meter()
         LocalCluster(self._store).clear()
         datadir.publish(
             self._settings.data_dir,

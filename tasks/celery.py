@@ -7,7 +7,10 @@ harm. `celery -A openrl.tasks ...` and Flower find this application here.
 
 from __future__ import annotations
 
+import base64
+import json
 import os
+import uuid
 
 from celery import Celery
 
@@ -18,6 +21,9 @@ CONTROL_QUEUE = "control"
 
 KINDS = ("train", "sample")
 """The two families of queues: what a trainer consumes, what a sampler consumes."""
+
+KEY_PREFIX = "openrl:celery:"
+"""Before the name of everything that Celery keeps in the store."""
 
 
 def queue_name(family: str, slug: str, tenant: str) -> str:
@@ -58,13 +64,35 @@ def _configure(app: Celery) -> None:
             "socket_keepalive": True,
             "health_check_interval": 20,
             "retry_on_timeout": True,
-            "global_keyprefix": "openrl:celery:",
+            # Whoever rings doesn't wait for a broker that is away; a worker connects again by Celery's own loop.
+            "max_retries": 0,
+            "global_keyprefix": KEY_PREFIX,
         },
         task_default_queue=CONTROL_QUEUE,
         task_track_started=False,
         worker_hijack_root_logger=False,
         timezone="UTC",
     )
+
+
+def letter(name: str, args: tuple[str, ...], *, task_id: str, queue: str) -> tuple[str, str]:
+    """Return the list that is a queue in the store, and a task as Celery's transport for Redis lays it there."""
+    task = celery.amqp.as_task_v2(task_id, name, args, ignore_result=True)
+    message = {
+        "body": base64.b64encode(json.dumps(task.body).encode()).decode(),
+        "content-encoding": "utf-8",
+        "content-type": "application/json",
+        "headers": task.headers,
+        "properties": {
+            **task.properties,
+            "delivery_mode": 2,
+            "delivery_info": {"exchange": "", "routing_key": queue},
+            "priority": 0,
+            "body_encoding": "base64",
+            "delivery_tag": str(uuid.uuid4()),
+        },
+    }
+    return KEY_PREFIX + queue, json.dumps(message)
 
 
 celery = Celery("openrl", include=["openrl.tasks.training", "openrl.tasks.sampling"])

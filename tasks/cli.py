@@ -14,7 +14,13 @@ GROUP = "openrl.commands"
 
 SUMMARIES = {
     "up": "Run the whole service on this machine.",
-    "keys": "Create, list and revoke API keys.",
+    "keys": "Create, list, rotate and revoke API keys.",
+    "checkpoints": "List, delete, publish and keep checkpoints.",
+    "runs": "Cancel what waits of a run.",
+    "requests": "Cancel one operation or sample.",
+    "quota": "Show and set what tenants may have.",
+    "usage": "Show what tenants used, by run and day.",
+    "audit": "Show what was done to keys, checkpoints and quotas.",
     "model": "Get base models that can be tried at once.",
     "flower": "Show queues and operations in the browser.",
     "celery": "Ask the workers, through the celery CLI.",
@@ -22,7 +28,10 @@ SUMMARIES = {
 }
 """Shown by `openrl --help`, which imports no command."""
 
-_EXTRAS = {"keys": "api", "model": "trainer"}
+_EXTRAS = {
+    **dict.fromkeys(("keys", "checkpoints", "runs", "requests", "quota", "usage", "audit"), "api"),
+    "model": "trainer",
+}
 
 
 class _Commands(click.Group):

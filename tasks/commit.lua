@@ -1,9 +1,11 @@
 -- Record how an operation ended and move its run on, if the worker's token is still the run's.
--- Reads and writes: the run, its journal, its promise, ready:<slug>, gaps, depth, queued, files; the rows given.
+-- Reads and writes: the run, its journal, its promise, ready:<slug>, gaps, depth, queued, files; the rows given;
+-- dropped, published for those of checkpoints.
 -- ARGV: 1 tenant, 2 run id, 3 seq, 4 token, 5 request id, 6 state: done | failed, 7 content type, 8 stowed result,
---       9 error, 10 category, 11 ttl of the result, 12 number of rows, then key, field, value of each row,
---       then name, value of each of the run's fields
+--       9 error, 10 category, 11 ttl of the result, 12 microseconds that it took, 13 number of rows,
+--       then key, field, value of each row, then name, value of each of the run's fields
 -- returns OK | AGAIN (this token had committed it before; nothing was changed) | STALE
+--         | QUOTA name most use more (its rows hold more than the tenant may store; nothing was changed)
 local tenant, run_id, seq, token, request_id = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4], ARGV[5]
 local run_key, journal, now = K.run(tenant, run_id), K.journal(tenant, run_id), clock()
 local run = redis.call('HMGET', run_key, 'token', 'applied', 'slug')
@@ -19,14 +21,41 @@ if not header or seq ~= run[2] + 1 then
   return 'STALE'
 end
 
-header.token = token
-local fields = 13 + 3 * tonumber(ARGV[12])
+-- What the rows add to the tenant's bytes, and how many checkpoints they are.
+local fields, growth, checkpoints = 14 + 3 * tonumber(ARGV[13]), 0, 0
+for i = 14, fields - 1, 3 do
+  local is_checkpoint = ARGV[i] == K.checkpoints(tenant, run_id)
+  if is_checkpoint or ARGV[i + 1] == 'record' then
+    local old = redis.call('HGET', ARGV[i], ARGV[i + 1])
+    growth = growth + (cjson.decode(ARGV[i + 2]).size_bytes or 0) - (old and cjson.decode(old).size_bytes or 0)
+    checkpoints = checkpoints + (is_checkpoint and 1 or 0)
+  end
+end
+local refused = growth > 0 and over_bytes(tenant, growth - header.size)  -- its body goes
+if refused then
+  return refused
+end
+
+header.token, header.finished = token, now
 if header.kind ~= 'refused' and header.kind ~= 'missing' then
   header.outcome = ARGV[9]
   finish(tenant, request_id,
     {state = ARGV[6], content_type = ARGV[7], result = ARGV[8], error = ARGV[9], category = ARGV[10]}, now, ARGV[11])
-  for i = 13, fields - 1, 3 do
-    redis.call('HSET', ARGV[i], ARGV[i + 1], ARGV[i + 2])
+  for i = 14, fields - 1, 3 do
+    if ARGV[i] == K.checkpoints(tenant, run_id) then
+      put_checkpoint(tenant, run_id, ARGV[i + 1], ARGV[i + 2])
+    elseif ARGV[i + 1] == 'record' then
+      put_sampler(tenant, ARGV[i], ARGV[i + 2])
+    else
+      redis.call('HSET', ARGV[i], ARGV[i + 1], ARGV[i + 2])
+    end
+  end
+  local tokens = tonumber(header.tokens or 0)
+  use_tokens(tenant, tokens, now)
+  if ARGV[6] == 'done' then
+    note_usage(tenant, now, run[3] .. ' ' .. string.match(run_id, '^[^:]+') .. ' ' .. run_id,
+      {operations = 1, checkpoints = checkpoints, microseconds = tonumber(ARGV[12]),
+        [header.kind == 'forward' and 'forward_tokens' or 'trained_tokens'] = tokens})
   end
   for i = fields, #ARGV, 2 do
     redis.call('HSET', run_key, ARGV[i], ARGV[i + 1])

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from openrl.tasks import schema
 from openrl.tasks.errors import OpenRLError
 
 DEFAULT = Path("~/.openrl")
@@ -105,7 +106,7 @@ def held(data_dir: Path) -> bool:
 
 def publish(data_dir: Path, service: Service) -> None:
     """Write `service.json` so that a reader sees either all of it or none."""
-    write_private(data_dir / SERVICE, json.dumps(asdict(service)))
+    write_private(data_dir / SERVICE, json.dumps(schema.SERVICE.numbered(asdict(service))))
 
 
 def withdraw(data_dir: Path) -> None:
@@ -121,7 +122,7 @@ def service(data_dir: Path, *, patience_s: float = 0.0) -> Service | None:
     deadline = time.monotonic() + patience_s
     while held(data_dir):
         try:
-            return Service(**json.loads((data_dir / SERVICE).read_text()))
+            return Service(**schema.SERVICE.current(json.loads((data_dir / SERVICE).read_text())))
         except FileNotFoundError:
             if time.monotonic() > deadline:
                 return None

@@ -12,15 +12,18 @@ import time
 from collections.abc import Callable
 
 from openrl.tasks import keys
-from openrl.tasks.celery import celery, notice_queue, queue_name
-from openrl.tasks.errors import Gone, NotFound, OperationFailed, StoreUnavailable
-from openrl.tasks.futures import Completions, Future, Futures
+from openrl.tasks.celery import celery, letter, notice_queue, queue_name
+from openrl.tasks.errors import OperationFailed, StoreUnavailable
+from openrl.tasks.futures import FAILED, PENDING, Completions
 from openrl.tasks.store import Store
 
 log = logging.getLogger(__name__)
 
 WAIT_S = 60.0
 """A doorbell gives its thread back after this long, whatever became of the operation."""
+
+SILENT_S = 5.0
+"""A broker that failed is left alone for so long."""
 
 _SLICE_S = 0.25
 _FAR_BEHIND = 512
@@ -33,18 +36,42 @@ class Doorbell:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._known: set[str] = set()
+        self._is_in_store = store.settings.broker_is_store
+        self._silent_until = 0.0
 
-    def ring(self, kind: str, slug: str, tenant: str, request_id: str) -> None:
-        """Send the task of one operation. Never raises: the worker looks into the journal anyway."""
-        family, worker = ("sample", "sampler") if kind == "sample" else ("train", "trainer")
+    def letter(self, kind: str, slug: str, tenant: str, request_id: str) -> tuple[str, str] | None:
+        """Return the task of one operation for the journal to post along with it; None: the broker is elsewhere.
+
+        That is one trip and one write less than `ring`, which is told of it by `posted`.
+        """
+        if not self._is_in_store:
+            return None
+        family, worker = _of(kind)
+        queue = queue_name(family, slug, tenant)
+        return letter(f"{worker}.{kind}", (tenant, request_id), task_id=request_id, queue=queue)
+
+    def ring(self, kind: str, slug: str, tenant: str, request_id: str, *, posted: bool = False) -> None:
+        """Send the task of one operation. Never raises: the worker looks into the journal anyway.
+
+        After a failure nobody rings for a while: a broker that doesn't answer would hold up each submission.
+        """
+        if time.monotonic() < self._silent_until:
+            return
+        family, worker = _of(kind)
         queue = queue_name(family, slug, tenant)
         try:
-            _send(f"{worker}.{kind}", (tenant, request_id), task_id=request_id, queue=queue)
+            if not posted:
+                _send(f"{worker}.{kind}", (tenant, request_id), task_id=request_id, queue=queue)
             if queue not in self._known:
                 self._announce(family, worker, slug, tenant)
                 self._known.add(queue)
         except Exception as failure:  # whatever the broker's client raises, the operation is safe in the journal
-            log.warning("no doorbell for %s: %s", request_id, type(failure).__name__)
+            self._silent_until = time.monotonic() + SILENT_S
+            log.warning("no doorbell for %s, nor for others soon: %s", request_id, type(failure).__name__)
+
+    def knows(self, kind: str, slug: str, tenant: str) -> bool:
+        """Tell whether the workers were told of the queue, so that nothing is left to do for what was posted."""
+        return queue_name(_of(kind)[0], slug, tenant) in self._known
 
     def _announce(self, family: str, worker: str, slug: str, tenant: str) -> None:
         """Make the workers of a base model consume a tenant's queue. Costs nothing when they already do."""
@@ -54,6 +81,11 @@ class Doorbell:
             celery.control.broadcast("refresh_queues")
             # Ends the read in flight, which doesn't know the new queue: 13 ms in place of a second.
             celery.send_task(f"{worker}.notice", queue=notice_queue(family, slug), ignore_result=True, retry=False)
+
+
+def _of(kind: str) -> tuple[str, str]:
+    """Return the family of queues and the worker of an operation."""
+    return ("sample", "sampler") if kind == "sample" else ("train", "trainer")
 
 
 def _send(name: str, args: tuple[str, ...], *, task_id: str, queue: str) -> None:
@@ -69,35 +101,44 @@ class Waiter:
     def __init__(self, store: Store, completions: Completions, *, worker_id: Callable[[], str]) -> None:
         self._store = store
         self._completions = completions
-        self._futures = Futures(store)
         self._worker_id = worker_id
         self._leaving = threading.Event()
 
-    def wait_for(self, tenant: str, request_id: str) -> None:
+    def wait_for(self, tenant: str, request_id: str, *, is_next: bool = False) -> None:
         """Wait for the operation's end, at most a minute; return at once behind a gap or at shutdown.
+
+        `is_next`: this process has seen that it can be executed.
 
         Raises:
             OperationFailed: it ended in a failure, whose text this carries.
         """
         try:
-            self._wait(tenant, request_id)
-        except (NotFound, Gone, StoreUnavailable) as reason:
+            self._wait(tenant, request_id, is_next)
+        except StoreUnavailable as reason:
             log.info("doorbell for %s: %s", request_id, reason)
 
     def release(self) -> None:
         """Let every wait return, now and from now on."""
         self._leaving.set()
 
-    def _wait(self, tenant: str, request_id: str) -> None:
+    def _wait(self, tenant: str, request_id: str, is_next: bool) -> None:
         deadline = time.monotonic() + WAIT_S
         with self._completions.watch(tenant, request_id) as done:
-            future = self._futures.get(tenant, request_id)
-            if future.state == "pending" and not self._worth_waiting(tenant, request_id):
+            state, error = self._ending(tenant, request_id)
+            if state == PENDING and not (is_next or self._worth_waiting(tenant, request_id)):
                 return
-            while future.state == "pending" and not self._leaving.is_set() and time.monotonic() < deadline:
+            while state == PENDING and not self._leaving.is_set() and time.monotonic() < deadline:
                 if done.wait(_SLICE_S):
-                    future = self._futures.get(tenant, request_id)
-        _raise_if_failed(future)
+                    state, error = self._ending(tenant, request_id)
+        if state == FAILED:
+            raise OperationFailed(error)
+
+    def _ending(self, tenant: str, request_id: str) -> tuple[str, str]:
+        """Return the promise's state ("": there is none) and why it failed; its result is nothing to a doorbell."""
+        with self._store.translated():
+            row = self._store.redis.hmget(keys.future(tenant, request_id), "state", "error")
+        state, error = (value.decode() if value else "" for value in row)
+        return state, error
 
     def _worth_waiting(self, tenant: str, request_id: str) -> bool:
         """Tell whether this process will run the operation soon; wake the one that owns its run if not."""
@@ -112,8 +153,3 @@ class Waiter:
             if len(before) > _FAR_BEHIND:
                 return False
             return not before or all(self._store.redis.hmget(keys.journal(tenant, run_id), [str(n) for n in before]))
-
-
-def _raise_if_failed(future: Future) -> None:
-    if future.state == "failed":
-        raise OperationFailed(future.error)

@@ -40,6 +40,10 @@ class KeyReused(InvalidRequest):
     """A different operation was already accepted under this key: use the next one."""
 
 
+class QuotaExceeded(InvalidRequest):
+    """The tenant has as much as it may have: give something back, or have the operator raise the quota."""
+
+
 class NotFound(OpenRLError, LookupError):
     """No such thing for this tenant; another tenant's thing looks exactly the same."""
 
@@ -52,6 +56,14 @@ class Unauthorized(OpenRLError):
     """No valid API key: create one with `openrl keys create`."""
 
 
+class TokenRejected(Unauthorized):
+    """The short-lived token is no longer valid: exchange the API key for a new one."""
+
+
+class OutOfScope(OpenRLError):
+    """The API key may not do this: use one that has the scope."""
+
+
 class Forbidden(OpenRLError):
     """The link was altered or isn't ours: ask the service for a new one."""
 
@@ -59,9 +71,16 @@ class Forbidden(OpenRLError):
 class Overloaded(OpenRLError):
     """Too much at once: try the same request again after a while."""
 
+    retry_after_s: float = 2.0
+    """How long a client does well to wait."""
+
 
 class NotServed(OpenRLError):
     """A base model that something was made on isn't served now: an operator starts the service with it again."""
+
+
+class OtherVersion(OpenRLError):
+    """Another version of the service wrote this: an operator starts that version, or upgrades the data."""
 
 
 class NotLocal(OpenRLError):

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ import redis
 
 from openrl.tasks import keys
 from openrl.tasks.errors import Gone, NotFound
+from openrl.tasks.schema import FUTURE
 from openrl.tasks.spool import Apart, Spool, here
 from openrl.tasks.store import Store, translated
 
@@ -65,13 +66,14 @@ class Futures:
         Raises:
             NotFound: nothing was ever promised under this id, to this tenant.
             Gone: it was kept and its result is no longer there.
+            OtherVersion: a newer version kept it.
         """
         parts = keys.parse_request(request_id)
-        row = {
-            name.decode(): value for name, value in self._store.redis.hgetall(keys.future(tenant, request_id)).items()
-        }
+        [found] = self._store.together.ask(("HGETALL", keys.future(tenant, request_id)))
+        row = {name.decode(): value for name, value in found.items()}
         if "state" not in row:
             raise self._absent(tenant, request_id, parts)
+        FUTURE.check(row.get("schema"))
         try:
             result = self._spool.load(row.get("result", b""))
         except FileNotFoundError as lost:
@@ -93,7 +95,11 @@ class Futures:
 
     def deliver(self, tenant: str, request_id: str) -> None:
         """Note that the client was given the result; it is kept a while longer for a second try."""
-        self._store.script("deliver")(tenant, request_id, self._store.settings.result_ttl_s)
+        self.deliver_all([(tenant, request_id)])
+
+    def deliver_all(self, given: Iterable[tuple[str, str]]) -> None:
+        """Do so for several results at once, each named by tenant and request id."""
+        self._store.script("deliver")(self._store.settings.result_ttl_s, *(part for pair in given for part in pair))
 
     @translated()
     def sweep(self) -> int:
@@ -103,14 +109,14 @@ class Futures:
         while due := self._store.redis.zrange(keys.FILES, "-inf", before, byscore=True, offset=0, num=_SWEEP_AT_ONCE):
             for stowed in due:
                 self._spool.discard(stowed)
-            swept += self._store.redis.zrem(keys.FILES, *due)
+            swept += self._store.script("swept")(*due)
         return swept
 
     def _absent(self, tenant: str, request_id: str, parts: keys.RequestParts) -> NotFound | Gone:
         """Tell an id whose result is gone from one that never was."""
         if parts.is_run:
-            applied = self._store.redis.hget(keys.run(tenant, parts.parent), "applied")
-            existed = applied is not None and int(parts.seq) <= int(applied)
+            # What was refused or cancelled has ended before its turn came.
+            existed = bool(self._store.redis.hexists(keys.journal(tenant, parts.parent), parts.seq))
         else:
             existed = bool(self._store.redis.hexists(keys.sampler_ops(tenant, parts.parent), parts.seq))
         return _gone(request_id) if existed else NotFound(f"no future {request_id!r}")
@@ -148,12 +154,23 @@ class Completions:
         self._stopped = threading.Event()
 
     @contextmanager
-    def watch(self, tenant: str, request_id: str) -> Iterator[Watch]:
-        """Register for the body of the `with`: read the promise, wait, read again."""
-        name, event = f"{tenant} {request_id}".encode(), Watch()
+    def watch(self, tenant: str, request_id: str, event: Watch | None = None) -> Iterator[Watch]:
+        """Register for the body of the `with`: read the promise, wait, read again. `event` None: a new one."""
+        with self._watch(f"{tenant} {request_id}", event or Watch()) as event:
+            yield event
+
+    @contextmanager
+    def watch_clone(self, tenant: str, sampler_id: str, clone: int) -> Iterator[Watch]:
+        """Do so for all samples of one clone of a sampling client."""
+        with self._watch(keys.target(tenant, sampler_id, clone), Watch()) as event:
+            yield event
+
+    @contextmanager
+    def _watch(self, watched: str, event: Watch) -> Iterator[Watch]:
+        name = watched.encode()
+        self._ensure_thread()
         with self._lock:
             self._waiting[name].add(event)
-            self._ensure_thread()
         try:
             yield event
         finally:
@@ -171,7 +188,7 @@ class Completions:
         """Call `wake` whenever something was submitted for `worker_id`. It must return at once."""
         with self._lock:
             self._wakes[worker_id.encode()] = wake
-            self._ensure_thread()
+        self._ensure_thread()
 
     def close(self) -> None:
         """End the subscription."""
@@ -182,10 +199,15 @@ class Completions:
             self._thread.join(5.0)
 
     def _ensure_thread(self) -> None:
-        if self._thread is None or not self._thread.is_alive() or self._pid != os.getpid():
-            self._pid = os.getpid()
-            self._thread = threading.Thread(target=self._listen, name="completions", daemon=True)
-            self._thread.start()
+        # Outside of the lock: on gevent the question gives others their turn, and they would all wait for the lock.
+        thread, pid = self._thread, os.getpid()
+        if thread is not None and self._pid == pid and thread.is_alive():
+            return
+        with self._lock:
+            if self._thread is thread:
+                started = threading.Thread(target=self._listen, name="completions", daemon=True)
+                started.start()
+                self._thread, self._pid = started, pid
 
     def _listen(self) -> None:
         delay_s, longest_s = _RECONNECT_S
@@ -218,8 +240,18 @@ class Completions:
             elif message["channel"] == keys.WAKE.encode():
                 events, wakes = [], [wake for worker, wake in self._wakes.items() if worker == message["data"]]
             else:
-                events, wakes = list(self._waiting.get(message["data"], ())), []
+                names = (message["data"], *_targets(message["data"]))
+                events, wakes = [event for name in names for event in self._waiting.get(name, ())], []
         for event in events:
             event.set()
         for wake in wakes:
             wake()
+
+
+def _targets(done: bytes) -> tuple[bytes, ...]:
+    """Return whom a sample's end concerns beside those who wait for it by name."""
+    if b":sample:" not in done:
+        return ()
+    tenant, _, request_id = done.decode().partition(" ")
+    sampler_id, _, seq = request_id.rpartition(":")
+    return (keys.target(tenant, sampler_id, keys.clone(seq)).encode(),)

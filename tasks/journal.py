@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from openrl.tasks import keys
-from openrl.tasks.errors import Gone, InvalidRequest, KeyReused, NotFound, Overloaded, StaleOwner, shown
+from openrl.tasks import keys, quotas
+from openrl.tasks.boundaries import reach
+from openrl.tasks.errors import Gone, InvalidRequest, KeyReused, NotFound, OtherVersion, Overloaded, StaleOwner, shown
 from openrl.tasks.messages import MESSAGES, CreateModel, ForwardBackward, Message, Sample
 from openrl.tasks.operations import MISSING, REFUSED, Operation, Outcome, Promise, SampleJob, Slice
 from openrl.tasks.ownership import Lease
 from openrl.tasks.records import Row, Run, checkpoint_row, sampler_row
-from openrl.tasks.samples import MAX_ERROR_CHARS, Samples, digest, with_seed
-from openrl.tasks.store import translated
+from openrl.tasks.samples import MAX_ERROR_CHARS, Samples, digest, encoded, with_seed
+from openrl.tasks.schema import ENTRY
+from openrl.tasks.spool import Apart, here
+from openrl.tasks.store import Store, translated
+from openrl.tasks.unloading import Unloading
 
 __all__ = [
     "Journal", "Operation", "Outcome", "Promise", "Row", "SampleJob", "Slice", "checkpoint_row", "sampler_row",
@@ -30,17 +34,26 @@ log = logging.getLogger(__name__)
 
 MAX_AHEAD = 100_000
 """A `seq_id` further than this behind its run's position is a mistake: the gap before it could never be closed."""
+LARGE_TOKENS = 8192
+"""An operation with more is encoded apart from the loop that took it in."""
 SESSION_SILENT_S = 120.0
 """A session without a heartbeat (the SDK sends one each 10 s) for this long counts as silent."""
 SILENT_GAP_FACTOR = 10.0
 """A gap of a silent or finished session is closed after this many times the usual time."""
 _CLOSE_AT_ONCE = 2000
 _HISTORY_AT_ONCE = 128
+_BROUGHT_BYTES = 1 << 16
+"""Bodies that `take` brings along: those of a quiet hour. With a backlog most would be brought in vain."""
 _RUN_FIELDS = frozenset(Run.__dataclass_fields__) - {"tenant", "run_id", "session_id", "slug", "created", "applied"}
 
 
-class Journal(Samples):
+class Journal(Samples, Unloading):
     """Every run's operations; one per process, safe to share between threads."""
+
+    def __init__(self, store: Store, *, apart: Apart = here) -> None:
+        super().__init__(store, apart=apart)
+        self._told: set[tuple[str, bytes]] = set()
+        """Entries of another version that the log has told of."""
 
     def create(
         self,
@@ -56,6 +69,7 @@ class Journal(Samples):
 
         Raises:
             KeyReused: that number already belongs to a different run.
+            QuotaExceeded: the tenant has as many runs as it may have.
         """
         if not 0 <= model_seq_id <= keys.MAX_RUN_SEQ:
             raise InvalidRequest(f"model_seq_id must be 0 to {keys.MAX_RUN_SEQ}, not {shown(model_seq_id)}")
@@ -77,25 +91,32 @@ class Journal(Samples):
             user_metadata=dict(message.user_metadata),
             base_digest=base_digest,
         )
-        creation = ("create", "", session_id, slug, record.to_json())
+        creation = ("create", "", session_id, slug, record.to_json(), quotas.RUN_SILENT_S)
         return self._append(tenant, run_id, 0, message.kind, digest(message), drawn.to_bytes(), *creation)
 
-    def submit(self, tenant: str, run_id: str, seq_id: int, message: Message) -> Promise:
+    def submit(
+        self, tenant: str, run_id: str, seq_id: int, message: Message, *, letter: tuple[str, str] | None = None
+    ) -> Promise:
         """Accept `message` as the run's operation `seq_id`; the same one again gets the same promise.
+
+        `letter` is a list of the store and what is laid there together with the operation.
 
         Raises:
             KeyReused: a different operation was accepted under that `seq_id`, or it was closed as missing; or the
                 sampler that an ephemeral save asks for exists, and then the `seq_id` is consumed as refused.
             InvalidRequest: the `seq_id` is absurdly far ahead; nothing is consumed.
-            Overloaded: the tenant has too many bytes queued, and this isn't the run's next; nothing is consumed.
+            Overloaded: the tenant has too much queued, and this isn't the run's next; nothing is consumed.
+            QuotaExceeded: it would store more than the tenant may; nothing is consumed.
         """
         _check_seq(seq_id)
         assert message.kind in MESSAGES and not isinstance(message, CreateModel | Sample), message.kind
-        reserve, session_id, identity = getattr(message, "sampler_id", ""), keys.session_of(run_id), digest(message)
+        reserve, session_id = getattr(message, "sampler_id", ""), keys.session_of(run_id)
+        num_tokens = message.num_tokens
+        identity, body = (self._apart if num_tokens > LARGE_TOKENS else here)(encoded, message)
         try:
             return self._append(
-                tenant, run_id, seq_id, message.kind, identity, message.to_bytes(), "submit", reserve, session_id,
-                num_tokens=message.num_tokens,
+                tenant, run_id, seq_id, message.kind, identity, body, "submit", reserve, session_id,
+                *(letter or ("", "")), num_tokens=num_tokens,
             )  # fmt: skip
         except _SamplerTaken as taken:
             error = f"{reserve!r} already names a different sampler; use the next number"
@@ -128,31 +149,41 @@ class Journal(Samples):
         max_ops_per_run: int = 32,
         max_claims: int | None = None,
     ) -> list[Slice]:
-        """Return what can be executed now, without bodies; [] once the lease is lost.
+        """Return what can be executed now; [] once the lease is lost.
 
         One run of each tenant in turn, each tenant's longest waiting first, so no tenant's backlog hides another's.
         Runs that nobody owns become this worker's, `max_claims` at most (None: as many as are taken).
+        The first few small bodies come along.
         An operation stays here until it is committed, so a second call returns it again.
         """
         if lease.lost:
             return []
         claims = max_runs if max_claims is None else max_claims
-        answer = self._store.script("take")(slug, lease.worker_id, lease.generation, max_runs, max_ops_per_run, claims)
+        answer = self._store.script("take")(
+            slug, lease.worker_id, lease.generation, max_runs, max_ops_per_run, claims, _BROUGHT_BYTES
+        )
         if answer == b"LOST":
             lease.mark_lost()
             return []
-        return [self._slice(lease, row) for row in answer]
+        if answer:
+            reach("trainer.taken")
+        return [piece for row in answer if (piece := self._slice(lease, row)).operations]
 
     @translated()
     def bodies(self, operations: Sequence[Operation]) -> list[bytes | OSError]:
-        """Return the bodies of operations, asked for in one trip; in the place of one that can't be read, why.
+        """Return the bodies of operations; in the place of one that can't be read, why.
 
-        FileNotFoundError: the body is lost. Any other OSError may pass.
+        Those that `take` did not bring are asked for in one trip. FileNotFoundError: the body is lost. Any other
+        OSError may pass.
         """
+        absent = [operation for operation in operations if not operation.body]
+        if not absent:
+            return [operation.body for operation in operations]
         with self._store.redis.pipeline(transaction=False) as pipe:
-            for operation in operations:
+            for operation in absent:
                 pipe.hget(keys.bodies(operation.tenant, operation.run_id), operation.seq_id)
-            return [self._body(stowed) for stowed in pipe.execute()]
+            found = iter(pipe.execute())
+        return [operation.body or self._body(next(found)) for operation in operations]
 
     def begin(self, lease: Lease, run: Slice) -> bool:
         """Note that the first operation of a run whose owner died is about to run by itself. False: it isn't ours."""
@@ -169,6 +200,7 @@ class Journal(Samples):
 
         Raises:
             StaleOwner: the token isn't the run's, or this isn't its next operation; nothing was changed.
+            QuotaExceeded: its rows hold more than the tenant may store; nothing was changed.
         """
         assert _RUN_FIELDS.issuperset(outcome.run_fields), outcome.run_fields
         if operation.kind in (REFUSED, MISSING) and outcome.error is None:
@@ -176,12 +208,16 @@ class Journal(Samples):
         ending = self._ending(operation.tenant, outcome)
         rows = [part for row in outcome.rows for part in (row.key, row.field, row.value)]
         run_fields = [part for pair in outcome.run_fields.items() for part in pair]
+        reach("trainer.executed")
         answer = self._store.script("commit")(
             operation.tenant, operation.run_id, operation.seq_id, token, operation.request_id,
-            *ending, len(outcome.rows), *rows, *run_fields,
+            *ending, outcome.usage.microseconds, len(outcome.rows), *rows, *run_fields,
         )  # fmt: skip
+        reach("trainer.committed")
         if answer != b"OK":
             self._spool.discard(ending[2])
+        if answer.startswith(b"QUOTA"):
+            raise quotas.refusal(answer)
         if answer == b"STALE":
             lease.held.pop((operation.tenant, operation.run_id), None)
             raise StaleOwner(f"{operation.request_id!r} is not {lease.worker_id!r}'s to commit; drop the run's state")
@@ -221,7 +257,9 @@ class Journal(Samples):
         Raises:
             StaleOwner: the token isn't the run's, or a later snapshot exists; nothing was changed.
         """
+        reach("snapshot.written")
         status, *files = self._store.script("snapshot")(tenant, run_id, token, directory, applied)
+        reach("snapshot.registered")
         if status != b"OK":
             raise StaleOwner(f"{run_id!r} is not {lease.worker_id!r}'s to save; drop the run's state")
         for stowed in files:
@@ -235,7 +273,9 @@ class Journal(Samples):
 
     def release(self, lease: Lease, tenant: str, run_id: str, token: int) -> None:
         """Hand a run back, so that another worker may own it at once. A stale token changes nothing."""
+        reach("trainer.handing_back")
         self._store.script("release")(tenant, run_id, token)
+        reach("trainer.handed_back")
         lease.held.pop((tenant, run_id), None)
 
     def close_gaps(self, *, at_once: int = _CLOSE_AT_ONCE) -> int:
@@ -290,13 +330,18 @@ class Journal(Samples):
         """Run the append script; `rest` is its ARGV from the mode on."""
         keys.run(tenant, run_id)
         request_id = keys.request_id(run_id, seq_id)
+        self._store.check_room()  # before the body's file is written
         stowed = self._spool.stow(tenant, body)
+        reach("api.spooled")
         answer = self._store.script("append")(
             tenant, run_id, seq_id, kind, digest, stowed, len(body), request_id, num_tokens,
             self._settings.tenant_bytes, MAX_AHEAD, *rest,
         )  # fmt: skip
+        reach("api.appended")
         if answer != b"NEW":
             self._spool.discard(stowed)
+        if answer.startswith(b"QUOTA"):
+            raise quotas.refusal(answer)
         if answer not in (b"NEW", b"SAME"):
             raise _refusal(answer.decode(), run_id, seq_id)
         return Promise(request_id=request_id, run_id=run_id)
@@ -311,9 +356,8 @@ class Journal(Samples):
         tenant, run_id, token, applied = row[0].decode(), row[1].decode(), int(row[2]), int(row[3])
         newly_owned = lease.held.get((tenant, run_id)) != token
         lease.held[(tenant, run_id)] = token
-        operations = tuple(
-            self._operation(tenant, run_id, int(seq), header) for seq, header in zip(row[5::2], row[6::2], strict=True)
-        )
+        entries = zip(row[5::3], row[6::3], row[7::3], strict=True)
+        operations = tuple(self._readable(tenant, run_id, entries))
         return Slice(
             tenant=tenant,
             run_id=run_id,
@@ -324,8 +368,21 @@ class Journal(Samples):
             crashes=int(row[4]),
         )
 
-    def _operation(self, tenant: str, run_id: str, seq: int, header: bytes, *, replay: bool = False) -> Operation:
-        fields = json.loads(header)
+    def _readable(self, tenant: str, run_id: str, entries: Iterable[tuple[bytes, bytes, bytes]]) -> Iterator[Operation]:
+        """Yield operations up to the first that another version has accepted: it and what follows wait for that one."""
+        for seq, header, stowed in entries:
+            try:
+                yield self._operation(tenant, run_id, int(seq), header, body=stowed[1:])
+            except OtherVersion as other:
+                if (waits := (run_id, seq)) not in self._told:
+                    log.error("operation %s of run %s waits: %s", seq.decode(), run_id, other)
+                self._told.add(waits)
+                return
+
+    def _operation(
+        self, tenant: str, run_id: str, seq: int, header: bytes, *, body: bytes = b"", replay: bool = False
+    ) -> Operation:
+        fields = ENTRY.current(json.loads(header))
         return Operation(
             tenant=tenant,
             run_id=run_id,
@@ -335,6 +392,7 @@ class Journal(Samples):
             submitted=float(fields["submitted"]),
             size=int(fields["size"]),
             tokens=int(fields.get("tokens") or 0),
+            body=body,
             replay=replay,
             error=fields.get("outcome") or "",
             voids=fields.get("voids") == "1",

@@ -13,7 +13,9 @@ from typing import NamedTuple
 from openrl.tasks.errors import InvalidRequest, NotFound, shown
 
 KEYS = "openrl:keys"
-"""hash: sha256 of an API key -> JSON {key_id, tenant, name, created}"""
+"""hash: sha256 of an API key -> JSON (see `tenants`)"""
+KEY_IDS = "openrl:key-ids"
+"""hash: key id -> sha256 of the API key"""
 SECURED = "openrl:secured"
 """string: set by the first API key ever made, never removed"""
 TENANTS = "openrl:tenants"
@@ -24,6 +26,12 @@ MODELS = "openrl:models"
 """hash: base model name -> JSON"""
 MADE_ON = "openrl:made-on"
 """hash: base model name -> digest of the weights that its runs were made on"""
+QUOTAS = "openrl:quotas"
+"""hash: name of a quota -> what every tenant may have of it that has no quota of its own; 0: no limit"""
+REFUSALS = "openrl:refusals"
+"""stream: refused requests whose key was nobody's"""
+SCHEMA = "openrl:schema"
+"""int: which version's data this is, see `schema`"""
 EPOCH = "openrl:epoch"
 """int: grows with each start of the store"""
 GAPS = "openrl:gaps"
@@ -34,6 +42,10 @@ SIGNS = "openrl:signs"
 """hash: worker id -> "pid time" of the last renewal of its lease, until it ends the lease itself"""
 FILES = "openrl:files"
 """zset: spooled result file -> when it may be deleted"""
+PUBLISHED = "openrl:published"
+"""zset: run with a published checkpoint -> since when"""
+DROPPED = "openrl:dropped"
+"""zset: directory of weights whose row is gone -> since when; it goes too, once nobody can need it"""
 DONE = "openrl:done"
 """channel: "tenant request_id" """
 WAKE = "openrl:wake"
@@ -44,6 +56,9 @@ NAME_RULE = "1 to 128 of A-Z a-z 0-9 . _ -, beginning with a letter or digit, wi
 
 MAX_RUN_SEQ = 2**31 - 1
 MAX_SAMPLE_SEQ = 2**63 - 1
+CLONE_DIGITS = 9
+"""Clone n of a sampling client counts from n billion: what is before the last nine digits is its number."""
+MAX_CLONE = MAX_SAMPLE_SEQ // 10**CLONE_DIGITS
 
 _TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 # No `_` in a session: a run's directory is its id with `_` in place of the colons.
@@ -109,6 +124,16 @@ def request_id(parent: str, seq: int | str) -> str:
     return f"{parent}:{seq}"
 
 
+def clone(seq: str) -> str:
+    """Return which clone of a sampling client counted up to `seq` (decimal text); the first client is 0."""
+    return seq[:-CLONE_DIGITS] or "0"
+
+
+def target(tenant: str, sampler_id: str, clone: int | str) -> str:
+    """Name those who wait for any sample of one clone."""
+    return f"{tenant} {sampler_id}/{clone}"
+
+
 def parse_request(text: str) -> RequestParts:
     """Take a request id apart; NotFound if it can't be one."""
     match = _REQUEST.fullmatch(text)
@@ -128,7 +153,7 @@ def sessions(tenant: str) -> str:
 
 
 def session(tenant: str, session_id: str) -> str:
-    """hash: record (JSON), last_seen, finished, reason."""
+    """hash: record (JSON), last_seen, finished, reason (JSON), project (where it was moved to)."""
     if not _SESSION.fullmatch(session_id):
         raise NotFound(f"no session {shown(session_id)}")
     return tenant_key(tenant, "session", session_id)
@@ -154,6 +179,35 @@ def queued(tenant: str) -> str:
     return tenant_key(tenant, "queued")
 
 
+def quota(tenant: str) -> str:
+    """hash: name of a quota -> what the tenant may have of it, in place of what QUOTAS says."""
+    return tenant_key(tenant, "quota")
+
+
+def account(tenant: str) -> str:
+    """hash: what the tenant has now, and its tokens of this minute.
+
+    `unfinished` operations, `stored` bytes of checkpoints and samplers' versions, `spooled` bytes of results in files,
+    `tokens` that were left at `tokens_at`, and until when its storage is `metered`.
+    """
+    return tenant_key(tenant, "account")
+
+
+def usage(tenant: str, hour: int | str) -> str:
+    """hash with a TTL: "<what> <slug> <session> <run or ->" -> how much, in one hour (hours since the epoch, UTC)."""
+    return tenant_key(tenant, "usage", str(hour))
+
+
+def audit(tenant: str) -> str:
+    """stream: what was done to the tenant's keys, checkpoints and quotas."""
+    return tenant_key(tenant, "audit")
+
+
+def noted(tenant: str, name: str) -> str:
+    """string with a TTL: this refusal is in the audit already."""
+    return tenant_key(tenant, "noted", name)
+
+
 def runs(tenant: str) -> str:
     """zset: run id -> created."""
     return tenant_key(tenant, "runs")
@@ -163,14 +217,14 @@ def run(tenant: str, run_id: str) -> str:
     """hash: record (JSON), slug, applied, pending, state, owner, generation, token, last_request, snapshot...
 
     `suspect` is the operation that was next when an owner died, `crashes` how many owners it may have killed, `begun`
-    the same number once its present owner carries it out by itself.
+    the same number once its present owner carries it out by itself. `cancels` is there while some wait to be cancelled.
     """
     session_of(run_id)
     return tenant_key(tenant, "run", run_id)
 
 
 def journal(tenant: str, run_id: str) -> str:
-    """hash: seq -> JSON header {kind, digest, submitted, size, tokens, outcome, voids, token}."""
+    """hash: seq -> JSON header {kind, digest, submitted, size, tokens, outcome, voids, token, finished}."""
     return run(tenant, run_id) + ":journal"
 
 
@@ -179,13 +233,27 @@ def bodies(tenant: str, run_id: str) -> str:
     return run(tenant, run_id) + ":bodies"
 
 
+def cancels(tenant: str, run_id: str) -> str:
+    """hash: seq of an operation that is to be cancelled once its run's owner has nothing in hand -> JSON error, ttl."""
+    return run(tenant, run_id) + ":cancels"
+
+
 def checkpoints(tenant: str, run_id: str) -> str:
     """hash: checkpoint id -> JSON."""
     return run(tenant, run_id) + ":checkpoints"
 
 
+def published(run_id: str) -> str:
+    """hash: id of a checkpoint that everybody may read -> the tenant who has it; its row is what counts."""
+    session_of(run_id)
+    return f"{PUBLISHED}:{run_id}"
+
+
 def sampler(tenant: str, sampler_id: str) -> str:
-    """hash: record (JSON), digest, last_used, reserved."""
+    """hash: record (JSON), digest, last_used, reserved, clients (that joined), polled (for several at once).
+
+    A sampler whose weights were dropped has its record in `dropped`.
+    """
     session_of(sampler_id)
     return tenant_key(tenant, "sampler", sampler_id)
 
@@ -195,13 +263,26 @@ def sampler_ops(tenant: str, sampler_id: str) -> str:
     return sampler(tenant, sampler_id) + ":ops"
 
 
+def completions(tenant: str) -> str:
+    """int: how many of the tenant's samples have ended; the cursor of those who ask for several at once."""
+    return tenant_key(tenant, "completions")
+
+
+def sampler_done(tenant: str, sampler_id: str, clone: int | str) -> str:
+    """zset: request id of a sample of one clone that has ended and wasn't given to its client -> its cursor."""
+    return f"{sampler(tenant, sampler_id)}:done:{clone}"
+
+
 def future(tenant: str, request_id: str) -> str:
     """hash: state, kind, content_type, result (stowed), error, category, model_id, submitted, finished, delivered."""
     return tenant_key(tenant, "future", request_id)
 
 
 def job(tenant: str, request_id: str) -> str:
-    """hash: body (stowed), its size, submitted, of a sample that isn't finished; crashes of those who held it."""
+    """hash: of a sample that isn't finished, its body (stowed), size, submitted; crashes of those who held it.
+
+    `of` is what its usage is counted under: slug, session, run or "-".
+    """
     return tenant_key(tenant, "job", request_id)
 
 
@@ -213,6 +294,11 @@ def waiting(tenant: str, slug: str) -> str:
 def ready(slug: str) -> str:
     """zset: "tenant run" -> when its next executable operation was submitted."""
     return f"openrl:ready:{slug}"
+
+
+def unloads(slug: str) -> str:
+    """set: "tenant run request_id" of each run that its client asked to be taken out of memory."""
+    return f"openrl:unloads:{slug}"
 
 
 def turns(slug: str) -> str:
@@ -250,9 +336,19 @@ def worker(worker_id: str) -> str:
     return f"openrl:worker:{worker_id}"
 
 
+def cancelling(worker_id: str) -> str:
+    """Name a sampler on the channel WAKE when something in its hands was cancelled."""
+    return f"cancelled {worker_id}"
+
+
 def samplers(slug: str) -> str:
     """Name all samplers of a base model on the channel WAKE; no worker's id holds a space."""
     return f"sample {slug}"
+
+
+def drafts(listener: str) -> str:
+    """Name the channel on which one API process hears tokens before their sample has ended."""
+    return f"openrl:drafts:{listener}"
 
 
 def queues(kind: str, slug: str) -> str:

@@ -39,6 +39,8 @@ class Message:
     """An operation's content. `kind` names it in the journal, in Celery and in errors."""
 
     kind: ClassVar[str] = ""
+    newer: ClassVar[frozenset[str]] = frozenset()
+    """Fields that came later. While empty they are left out, so that an earlier version's bytes stay the same."""
 
     @property
     def num_tokens(self) -> int:
@@ -48,6 +50,7 @@ class Message:
     def to_bytes(self) -> bytes:
         """Return the canonical encoding: JSON with sorted keys."""
         content = {item.name: getattr(self, item.name) for item in fields(self)}
+        content = {name: value for name, value in content.items() if value or name not in self.newer}
         return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
     @classmethod
@@ -186,10 +189,12 @@ class Sample(Message):
 
     The request's `target_prompt_logprobs` [N, K] is `target_ids`, all cells row by row (-1: nothing is asked) or those
     of compressed sparse rows, then with `target_crow` and `target_columns`; `target_shape` is empty where it is
-    absent. `prompt_logprobs_last_n` None means: the whole prompt.
+    absent. `prompt_logprobs_last_n` None means: the whole prompt. `listener` (see `drafts`) is who hears each token as
+    it is drawn, empty where nobody does.
     """
 
     kind: ClassVar[str] = "sample"
+    newer: ClassVar[frozenset[str]] = frozenset({"listener"})
     adapter_dir: str
     prompt: tuple[int, ...]
     num_samples: int
@@ -210,6 +215,7 @@ class Sample(Message):
     target_columns: tuple[int, ...] = ()
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
+    listener: str = ""
 
 
 MESSAGES: dict[str, type[Message]] = {

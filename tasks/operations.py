@@ -30,7 +30,7 @@ class Promise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One entry of a run's journal. `take` gives it without its `body`, `history` with the bodies of some kinds.
+    """One entry of a run's journal. `take` gives it with its `body` or without, `history` with bodies of some kinds.
 
     `size` is the body's in bytes, `tokens` what it sends through the model.
     `error`: why a refused or missing one failed; on replay, how it ended ("" means it succeeded).
@@ -80,6 +80,20 @@ class SampleJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What an operation used, as it was measured. What a training operation reads is in the journal already."""
+
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def microseconds(self) -> int:
+        """The seconds as the store counts them."""
+        return round(self.seconds * 1e6)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """How an operation ended. `error` None means that it succeeded; `category` says whose fault it was.
 
@@ -92,3 +106,4 @@ class Outcome:
     category: str = "user"
     rows: tuple[Row, ...] = ()
     run_fields: Mapping[str, str] = field(default_factory=dict)
+    usage: Usage = Usage()

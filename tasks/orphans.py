@@ -7,11 +7,11 @@ checkpoints that were deleted while an operation that loads them waits. Deletes 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from openrl.tasks import keys
-from openrl.tasks.records import Checkpoint, Sampler
+from openrl.tasks import keys, walk
+from openrl.tasks.records import Checkpoint
 from openrl.tasks.spool import Spool
 from openrl.tasks.store import Store, translated
 
@@ -26,6 +26,26 @@ class Named:
     runs: set[tuple[str, str]] = field(default_factory=set)
     files: set[str] = field(default_factory=set)
     directories: set[str] = field(default_factory=set)
+    dropped: set[str] = field(default_factory=set)
+    """Directories whose row is gone, and whose own sweep comes."""
+
+
+class Dropped:
+    """The directories whose row is gone, each with the time when it went."""
+
+    def __init__(self, store: Store) -> None:
+        self._redis = store.redis
+
+    @translated()
+    def before(self, moment: float) -> list[str]:
+        """Return those whose row went before a moment of the store's clock, longest ago first."""
+        return _text(self._redis.zrangebyscore(keys.DROPPED, "-inf", moment))
+
+    @translated()
+    def forget(self, directories: Sequence[str]) -> None:
+        """Note that the directories are gone too."""
+        if directories:
+            self._redis.zrem(keys.DROPPED, *directories)
 
 
 def named(store: Store) -> Named:
@@ -37,7 +57,8 @@ def named(store: Store) -> Named:
     found = Named()
     with translated():
         found.files.update(_text(store.redis.zrange(keys.FILES, 0, -1)))
-        for tenant in sorted(_text(store.redis.smembers(keys.TENANTS))):
+        found.dropped.update(_text(store.redis.zrange(keys.DROPPED, 0, -1)))
+        for tenant in walk.tenants(store):
             for run_id in _text(store.redis.zrange(keys.runs(tenant), 0, -1)):
                 _add_run(store, found, tenant, run_id)
             _add_samples(store, found, tenant)
@@ -65,7 +86,7 @@ def _loaded(spool: Spool, stowed: bytes) -> str:
 def _add_samples(store: Store, found: Named, tenant: str) -> None:
     """Add the samplers' versions, and the bodies of the samples that aren't finished."""
     slugs = set()
-    for sampler in _samplers(store, tenant):
+    for sampler, _ in walk.samplers(store, tenant):
         found.directories.add(sampler.adapter_dir)
         slugs.add(sampler.slug)
     for slug in slugs:
@@ -74,14 +95,6 @@ def _add_samples(store: Store, found: Named, tenant: str) -> None:
             body = store.redis.hget(keys.job(owner, request_id), "body") if owner == tenant else None
             if body and body.startswith(b"@"):
                 found.files.add(body.decode())
-
-
-def _samplers(store: Store, tenant: str) -> Iterator[Sampler]:
-    for session_id in _text(store.redis.zrange(keys.sessions(tenant), 0, -1)):
-        for sampler_id in _text(store.redis.hkeys(keys.session_samplers(tenant, session_id))):
-            record = store.redis.hget(keys.sampler(tenant, sampler_id), "record")
-            if record:
-                yield Sampler.from_json(record)
 
 
 def _text(members: list[bytes] | set[bytes]) -> list[str]:

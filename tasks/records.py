@@ -10,26 +10,31 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from openrl.tasks import keys
-
-SCHEMA = 1
+from openrl.tasks import keys, schema
+from openrl.tasks.schema import Schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A value that is one JSON row. Fields that a later version added are ignored by an older one."""
+    """A value that is one JSON row."""
+
+    schema: ClassVar[Schema]
 
     def to_json(self) -> str:
         """Return the row; it names its schema."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)}, sort_keys=True)
+        return json.dumps(self.schema.numbered(asdict(self)), sort_keys=True)
 
     @classmethod
     def from_json(cls, row: bytes | str, **overrides: Any) -> Self:
-        """Rebuild the value that `to_json` wrote, with newer values of some fields."""
+        """Rebuild the value that `to_json` wrote, with newer values of some fields.
+
+        Raises:
+            OtherVersion: another version wrote it, whose row can't be read here.
+        """
         known = {f.name for f in fields(cls)}
-        stored = json.loads(row) | overrides
+        stored = cls.schema.current(json.loads(row)) | overrides
         return cls(**{name: value for name, value in stored.items() if name in known})
 
 
@@ -37,6 +42,7 @@ class Record:
 class BaseModel(Record):
     """A base model that this service was started with."""
 
+    schema: ClassVar[Schema] = schema.BASE_MODEL
     name: str
     slug: str
     path: str
@@ -57,8 +63,12 @@ class BaseModel(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session(Record):
-    """One client's connection. Times are unix seconds."""
+    """One client's connection. Times are unix seconds.
 
+    `end` says how it was finished: {type: success | errored | interrupted, detail}; empty while it isn't.
+    """
+
+    schema: ClassVar[Schema] = schema.SESSION
     session_id: str
     tags: list[str] = field(default_factory=list)
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -67,12 +77,19 @@ class Session(Record):
     finished: bool = False
     project_id: str | None = None
     display_name: str | None = None
+    end: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def created_us(self) -> int:
+        """Return when it was opened, in whole microseconds: what a cursor can say exactly."""
+        return round(self.created * 1e6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run(Record):
     """A training run, called a model on the wire. `applied` is its position, -1 before it is created."""
 
+    schema: ClassVar[Schema] = schema.RUN
     tenant: str
     run_id: str
     session_id: str
@@ -95,6 +112,7 @@ class Run(Record):
 class Sampler(Record):
     """One immutable version to sample from. `model_path`, `adapter_dir`, `run_id` are empty for the base model."""
 
+    schema: ClassVar[Schema] = schema.SAMPLER
     sampler_id: str
     session_id: str
     base_model: str
@@ -104,12 +122,15 @@ class Sampler(Record):
     run_id: str = ""
     created: float = 0.0
     base_digest: str = ""
+    size_bytes: int = 0
+    """Of a version that was made for this sampler alone; 0 where it is a checkpoint's, or the base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint(Record):
     """A directory of weights under a name. `directory` is relative to the data directory."""
 
+    schema: ClassVar[Schema] = schema.CHECKPOINT
     run_id: str
     checkpoint_id: str
     kind: str

@@ -1,7 +1,7 @@
 """The registry: which base models, sessions, runs, samplers and checkpoints exist.
 
-Reads and writes their rows (`records` says what is in one). Another tenant's thing looks exactly like
-none. Knows no HTTP and opens none of the directories that it names.
+Reads and writes their rows (`records` says what is in one; those of checkpoints have their own module). Another
+tenant's thing looks exactly like none. Knows no HTTP and opens none of the directories that it names.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from openrl.tasks import keys
+from openrl.tasks.checkpoints import Checkpoints
 from openrl.tasks.errors import Gone, InvalidRequest, KeyReused, NotFound, shown
 from openrl.tasks.records import BaseModel, Checkpoint, Row, Run, Sampler, Session, checkpoint_row, sampler_row
-from openrl.tasks.store import Store, translated
+from openrl.tasks.store import translated
 
 __all__ = [
     "BaseModel", "Checkpoint", "Registry", "Row", "Run", "Sampler", "Session", "checkpoint_row", "sampler_row",
@@ -25,13 +26,12 @@ __all__ = [
 
 IDEMPOTENCY_TTL_S = 24 * 3600
 
+_SESSION = ("record", "last_seen", "finished", "reason", "project")
+_READ_AT_ONCE = 500
 
-class Registry:
+
+class Registry(Checkpoints):
     """Reads and writes the rows; one per process, safe to share between threads."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._redis = store.redis
 
     # base models
 
@@ -78,7 +78,7 @@ class Registry:
         display_name: str | None = None,
     ) -> Session:
         """Open a session; the same non-empty key within a day returns the same one."""
-        now = time.time()
+        now = round(time.time(), 6)
         session = Session(
             session_id=f"s-{secrets.token_hex(16)}",
             tags=list(tags),
@@ -98,12 +98,10 @@ class Registry:
     @translated()
     def session(self, tenant: str, session_id: str) -> Session:
         """Return a session of this tenant."""
-        record, seen, finished = self._redis.hmget(
-            keys.session(tenant, session_id), ["record", "last_seen", "finished"]
-        )
-        if record is None:
+        session = _session(self._redis.hmget(keys.session(tenant, session_id), _SESSION))
+        if session is None:
             raise NotFound(f"no session {session_id!r}")
-        return Session.from_json(record, last_seen=float(seen or 0), finished=finished is not None)
+        return session
 
     def heartbeat(self, tenant: str, session_id: str) -> None:
         """Note that the client lives. Raises Gone once the session is finished."""
@@ -111,10 +109,11 @@ class Registry:
         answer = self._store.script("session_touch")(tenant, session_id, "")
         _raise_for_session(answer, session_id)
 
-    def finish_session(self, tenant: str, session_id: str, reason: str) -> None:
+    def finish_session(self, tenant: str, session_id: str, reason: str, detail: str = "") -> None:
         """Note that the client has gone. Finishing twice is fine; the first reason stays."""
         keys.session(tenant, session_id)
-        answer = self._store.script("session_touch")(tenant, session_id, reason or "finished")
+        end = json.dumps({"type": reason, "detail": detail})
+        answer = self._store.script("session_touch")(tenant, session_id, end)
         if answer != b"GONE":
             _raise_for_session(answer, session_id)
 
@@ -122,14 +121,36 @@ class Registry:
     def sessions(self, tenant: str, limit: int, offset: int) -> tuple[list[Session], int]:
         """Return a page of sessions, newest first, and how many there are."""
         ids, total = self._page(keys.sessions(tenant), limit, offset)
+        return self._sessions(tenant, ids), total
+
+    @translated()
+    def sessions_before(self, tenant: str, created: float | None, limit: int, offset: int) -> list[Session]:
+        """Return a page of the sessions that were opened at `created` or before, newest first. None: of all."""
+        newest = "+inf" if created is None else created
+        ids = self._redis.zrevrangebyscore(keys.sessions(tenant), newest, "-inf", start=offset, num=limit)
+        return self._sessions(tenant, [member.decode() for member in ids])
+
+    @translated()
+    def sessions_by_id(self, tenant: str, session_ids: Iterable[str]) -> dict[str, Session]:
+        """Return those of some sessions that there are."""
+        ids = list(dict.fromkeys(session_ids))
+        return {
+            session.session_id: session
+            for first in range(0, len(ids), _READ_AT_ONCE)
+            for session in self._sessions(tenant, ids[first : first + _READ_AT_ONCE])
+        }
+
+    def _sessions(self, tenant: str, ids: Sequence[str]) -> list[Session]:
         with self._redis.pipeline(transaction=False) as pipe:
             for session_id in ids:
-                pipe.hmget(keys.session(tenant, session_id), ["record", "last_seen", "finished"])
-            rows = pipe.execute()
-        return [
-            Session.from_json(record, last_seen=float(seen or 0), finished=finished is not None)
-            for record, seen, finished in rows
-        ], total
+                pipe.hmget(keys.session(tenant, session_id), _SESSION)
+            return [found for row in pipe.execute() if (found := _session(row)) is not None]
+
+    @translated()
+    def move_session(self, tenant: str, session_id: str, project_id: str) -> None:
+        """Put a session, and all that it made, into a project."""
+        self.session(tenant, session_id)
+        self._redis.hset(keys.session(tenant, session_id), "project", project_id)
 
     @translated()
     def session_contents(self, tenant: str, session_id: str) -> tuple[list[str], list[str]]:
@@ -138,6 +159,18 @@ class Registry:
         run_ids = self._redis.hkeys(keys.session_runs(tenant, session_id))
         sampler_ids = self._redis.hkeys(keys.session_samplers(tenant, session_id))
         return _by_number(run_ids), _by_number(sampler_ids)
+
+    @translated()
+    def stored_by(self, tenant: str, session_ids: Sequence[str]) -> list[tuple[int, int]]:
+        """Return, for each session, how many checkpoints its runs have and how many bytes those take."""
+        with self._redis.pipeline(transaction=False) as pipe:
+            for session_id in session_ids:
+                pipe.hkeys(keys.session_runs(tenant, session_id))
+            run_ids = [run_id.decode() for members in pipe.execute() for run_id in members]
+        sizes: dict[str, list[int]] = {session_id: [] for session_id in session_ids}
+        for checkpoint in self.checkpoints_of(tenant, run_ids):
+            sizes[keys.session_of(checkpoint.run_id)].append(checkpoint.size_bytes)
+        return [(len(sizes[session_id]), sum(sizes[session_id])) for session_id in session_ids]
 
     # runs
 
@@ -150,13 +183,29 @@ class Registry:
         return _run(row)
 
     @translated()
-    def runs(self, tenant: str, limit: int, offset: int) -> tuple[list[Run], int]:
-        """Return a page of runs, newest first, and how many there are."""
-        ids, total = self._page(keys.runs(tenant), limit, offset)
+    def runs(self, tenant: str, limit: int, offset: int, *, project_id: str | None = None) -> tuple[list[Run], int]:
+        """Return a page of runs, newest first, and how many there are: all, or those of one project."""
+        if project_id is None:
+            ids, total = self._page(keys.runs(tenant), limit, offset)
+        else:
+            mine = self._runs_in(tenant, project_id)
+            ids, total = mine[offset : offset + limit], len(mine)
+        return self.runs_by_id((tenant, run_id) for run_id in ids), total
+
+    @translated()
+    def runs_by_id(self, places: Iterable[tuple[str, str]]) -> list[Run]:
+        """Return those of some runs (tenant, run id) that there are."""
         with self._redis.pipeline(transaction=False) as pipe:
-            for run_id in ids:
+            for tenant, run_id in places:
                 pipe.hgetall(keys.run(tenant, run_id))
-            return [_run(row) for row in pipe.execute()], total
+            return [_run(row) for row in pipe.execute() if b"record" in row]
+
+    def _runs_in(self, tenant: str, project_id: str) -> list[str]:
+        """Return the ids of a project's runs, newest first: a run is where its session is."""
+        ids = [member.decode() for member in self._redis.zrevrange(keys.runs(tenant), 0, -1)]
+        homes = self.sessions_by_id(tenant, map(keys.session_of, ids))
+        found = {session_id for session_id, session in homes.items() if session.project_id == project_id}
+        return [run_id for run_id in ids if keys.session_of(run_id) in found]
 
     # samplers
 
@@ -204,77 +253,32 @@ class Registry:
     @translated()
     def sampler(self, tenant: str, sampler_id: str) -> Sampler:
         """Return a sampler of this tenant."""
-        record = self._redis.hget(keys.sampler(tenant, sampler_id), "record")
+        record, dropped = self._redis.hmget(keys.sampler(tenant, sampler_id), ["record", "dropped"])
+        if dropped is not None:
+            raise NotFound(
+                f"the weights of sampler {sampler_id!r} were dropped: it was not used for OPENRL_VERSION_TTL_S, or its "
+                "run's took more than OPENRL_VERSION_BYTES, and it was none of the run's last OPENRL_VERSION_LAST; "
+                "save the weights for sampling again, under a name to keep them"
+            )
         if record is None:
             raise NotFound(f"no sampler {sampler_id!r}")
         return Sampler.from_json(record)
-
-    # checkpoints
-
-    @translated()
-    def checkpoint(self, tenant: str, run_id: str, checkpoint_id: str) -> Checkpoint:
-        """Return a checkpoint of this tenant that hasn't expired."""
-        return self._checkpoint(tenant, run_id, checkpoint_id)[1]
-
-    def checkpoint_by_uri(self, tenant: str, uri: str) -> Checkpoint:
-        """Return the checkpoint at `tinker://<run>/<segment>/<name>`."""
-        parts = uri.removeprefix("tinker://").split("/")
-        if not uri.startswith("tinker://") or len(parts) != 3 or not all(parts):
-            raise InvalidRequest(f"{shown(uri)} is no checkpoint address; it is tinker://<run>/<segment>/<name>")
-        try:
-            return self.checkpoint(tenant, parts[0], f"{parts[1]}/{parts[2]}")
-        except NotFound:
-            raise NotFound(f"no checkpoint {shown(uri)}") from None
-
-    @translated()
-    def set_expiry(self, tenant: str, run_id: str, checkpoint_id: str, expires_at: float | None) -> None:
-        """Keep a checkpoint until then (unix seconds), or, with None, until it is deleted."""
-        self._swap(tenant, run_id, checkpoint_id, lambda found: replace(found, expires_at=expires_at).to_json())
-
-    @translated()
-    def delete_checkpoint(self, tenant: str, run_id: str, checkpoint_id: str) -> Checkpoint:
-        """Forget a checkpoint and return what it was. Its directory stays."""
-        return self._swap(tenant, run_id, checkpoint_id, lambda _: "")
-
-    def _swap(self, tenant: str, run_id: str, checkpoint_id: str, change: Callable[[Checkpoint], str]) -> Checkpoint:
-        """Write a checkpoint's row anew ("" removes it), as it stands in that moment; return what it was."""
-        while True:
-            row, found = self._checkpoint(tenant, run_id, checkpoint_id)
-            swapped = self._store.script("checkpoint_swap")(tenant, run_id, checkpoint_id, row, change(found))
-            if swapped == b"OK":
-                return found
-
-    def _checkpoint(self, tenant: str, run_id: str, checkpoint_id: str) -> tuple[bytes, Checkpoint]:
-        row = self._redis.hget(keys.checkpoints(tenant, run_id), checkpoint_id)
-        checkpoint = Checkpoint.from_json(row) if row else None
-        if checkpoint is None or _expired(checkpoint):
-            raise NotFound(f"no checkpoint {shown(f'tinker://{run_id}/{checkpoint_id}')}")
-        return row, checkpoint
-
-    @translated()
-    def checkpoints(self, tenant: str, run_id: str | None, limit: int, offset: int) -> tuple[list[Checkpoint], int]:
-        """Return a page of checkpoints, newest first, and how many there are.
-
-        `run_id` None means those of all the tenant's runs; an unknown run is NotFound.
-        """
-        if run_id is not None:
-            self.run(tenant, run_id)
-            run_ids = [run_id]
-        else:
-            run_ids = [member.decode() for member in self._redis.zrange(keys.runs(tenant), 0, -1)]
-        with self._redis.pipeline(transaction=False) as pipe:
-            for each in run_ids:
-                pipe.hvals(keys.checkpoints(tenant, each))
-            rows = [row for values in pipe.execute() for row in values]
-        kept = [checkpoint for row in rows if not _expired(checkpoint := Checkpoint.from_json(row))]
-        kept.sort(key=lambda checkpoint: (-checkpoint.created, checkpoint.run_id, checkpoint.checkpoint_id))
-        return kept[offset : offset + limit], len(kept)
 
     def _page(self, key: str, limit: int, offset: int) -> tuple[list[str], int]:
         total = self._redis.zcard(key)
         if limit <= 0:
             return [], total
         return [member.decode() for member in self._redis.zrevrange(key, offset, offset + limit - 1)], total
+
+
+def _session(row: Sequence[bytes | None]) -> Session | None:
+    """Build a Session from the fields `_SESSION` of its hash; None where there is none."""
+    record, seen, finished, reason, project = row
+    if record is None:
+        return None
+    newer: dict[str, Any] = {} if project is None else {"project_id": project.decode()}
+    end = json.loads(reason or b"{}")
+    return Session.from_json(record, last_seen=float(seen or 0), finished=finished is not None, end=end, **newer)
 
 
 def _run(row: Mapping[bytes, bytes]) -> Run:
@@ -296,10 +300,6 @@ _PARSE: dict[Any, Any] = {"str": str, "int": int, "float": float, "bool": _flag,
 
 def _by_number(ids: Iterable[bytes]) -> list[str]:
     return sorted((member.decode() for member in ids), key=lambda member: int(member.rpartition(":")[2]))
-
-
-def _expired(checkpoint: Checkpoint) -> bool:
-    return checkpoint.expires_at is not None and checkpoint.expires_at <= time.time()
 
 
 def _raise_for_session(answer: bytes, session_id: str) -> None:

@@ -5,7 +5,7 @@
 -- Reads and writes: turns, served, waiting, claimants of the slug; inflight of this process; reads leases, jobs.
 -- ARGV: 1 slug, 2 worker id, 3 its generation, 4 most requests, 5 call number,
 --       6 ttl of the result of one that is given up, 7 most of one tenant in this process's hands; empty: any
--- returns LOST, or {tenant, request id, submitted, stowed body} for each request
+-- returns LOST, or {tenant, request id, submitted, stowed body, schema} for each request
 local slug, worker, generation, limit = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 if not holds(worker, generation) then
   return 'LOST'
@@ -73,7 +73,8 @@ for _, member in ipairs(members) do
   local submitted = redis.call('HGET', inflight, member)
   if submitted then
     local tenant, request_id = string.match(member, '^(%S+) (.+)$')
-    jobs[#jobs + 1] = {tenant, request_id, submitted, redis.call('HGET', K.job(tenant, request_id), 'body')}
+    local job = redis.call('HMGET', K.job(tenant, request_id), 'body', 'schema')
+    jobs[#jobs + 1] = {tenant, request_id, submitted, job[1], job[2]}
   end
 end
 return jobs

@@ -13,14 +13,16 @@ import logging
 import secrets
 from typing import TypeVar
 
-from openrl.tasks import keys
+from openrl.tasks import keys, quotas
+from openrl.tasks.boundaries import reach
 from openrl.tasks.errors import InvalidRequest, KeyReused, NotFound, Overloaded, StaleOwner, StoreFault, shown
 from openrl.tasks.messages import CreateModel, Message, Sample
 from openrl.tasks.operations import Outcome, Promise, SampleJob
 from openrl.tasks.ownership import Lease
 from openrl.tasks.records import Sampler
+from openrl.tasks.schema import SAMPLE
 from openrl.tasks.spool import Apart, Spool, here
-from openrl.tasks.store import Store
+from openrl.tasks.store import Store, translated
 
 log = logging.getLogger(__name__)
 
@@ -40,27 +42,34 @@ class Samples:
         self._apart = apart
         self._spool = Spool(store.settings.data_dir, inline_bytes=store.settings.inline_bytes, apart=apart)
 
-    def submit_sample(self, tenant: str, sampler: Sampler, seq_id: int, message: Sample) -> Promise:
+    def submit_sample(
+        self, tenant: str, sampler: Sampler, seq_id: int, message: Sample, *, letter: tuple[str, str] | None = None
+    ) -> Promise:
         """Accept `message` under `(sampler, seq_id)`; the same one again gets the same promise.
+
+        `letter` is a list of the store and what is laid there together with the request.
 
         Raises:
             KeyReused: a different request was accepted under that `seq_id`.
-            Overloaded: the tenant has too many bytes queued; nothing is consumed.
+            Overloaded: the tenant has too much queued, or used all tokens of this minute; nothing is consumed.
         """
         if not 0 <= seq_id <= keys.MAX_SAMPLE_SEQ:
             raise InvalidRequest(f"seq_id must be 0 to {keys.MAX_SAMPLE_SEQ}, not {shown(seq_id)}")
         request_id = keys.request_id(sampler.sampler_id, seq_id)
         session_id = keys.session_of(sampler.sampler_id)
         body = with_seed(message).to_bytes()
+        self._store.check_room()  # before the body's file is written
         stowed = self._spool.stow(tenant, body)
         answer = self._store.script("sample_append")(
             tenant, sampler.sampler_id, seq_id, bytes.fromhex(digest(message))[:16], stowed, request_id, session_id,
-            len(body), self._settings.tenant_bytes,
+            len(body), self._settings.tenant_bytes, len(message.prompt), *(letter or ("", "")),
         )  # fmt: skip
         if answer != b"NEW":
             self._spool.discard(stowed)
         if answer == b"NOTFOUND":
             raise NotFound(f"no sampler {sampler.sampler_id!r}")
+        if answer.startswith(b"QUOTA"):
+            raise quotas.refusal(answer)
         if answer == b"FULL":
             raise Overloaded(f"too much is queued already; send seq_id {seq_id} again when some of it is done")
         if answer == b"KEYREUSED":
@@ -86,6 +95,8 @@ class Samples:
         if answer == b"LOST":
             lease.mark_lost()
             return []
+        if answer:
+            reach("sampler.taken")
         jobs = [job for row in answer if (job := self._job(lease, *row)) is not None]
         # Only now: if the store went away in between, the same call is repeated.
         lease.call_number += 1
@@ -99,24 +110,41 @@ class Samples:
         """
         self._commit_sample(lease, job.tenant, job.request_id, outcome)
 
+    @translated()
+    def held_samples(self, lease: Lease) -> set[tuple[str, str]]:
+        """Return (tenant, request id) of all that is in this process's hands; what it has beside was cancelled."""
+        members = self._store.redis.hkeys(keys.inflight(lease.identity))
+        return {(tenant, request_id) for tenant, _, request_id in (one.decode().partition(" ") for one in members)}
+
+    def charge(self, tenant: str, num_tokens: int) -> None:
+        """Count what was drawn for cancelled samples against the tenant's tokens of this minute; nobody commits it."""
+        if num_tokens:
+            self._store.script("charge")(tenant, num_tokens)
+
     def requeue_samples(self, lease: Lease) -> int:
         """Give back whatever this process still holds; others take it in its old place."""
         return int(self._store.script("sample_requeue")(lease.slug, lease.worker_id, lease.generation))
 
     def _commit_sample(self, lease: Lease, tenant: str, request_id: str, outcome: Outcome) -> None:
         ending = self._ending(tenant, outcome)
+        reach("sampler.drawn")
         status, *bodies = self._store.script("sample_commit")(
-            lease.slug, lease.worker_id, lease.generation, tenant, request_id, *ending
-        )
+            lease.slug, lease.worker_id, lease.generation, tenant, request_id, *ending,
+            outcome.usage.prompt_tokens, outcome.usage.sampled_tokens, outcome.usage.microseconds,
+        )  # fmt: skip
+        reach("sampler.committed")
         if status != b"OK":
             self._spool.discard(ending[2])
             raise StaleOwner(f"{request_id!r} is no longer held by {lease.worker_id!r}; its result was dropped")
         for body in bodies:
             self._spool.discard(body)
 
-    def _job(self, lease: Lease, tenant: bytes, request_id: bytes, submitted: bytes, body: bytes) -> SampleJob | None:
+    def _job(
+        self, lease: Lease, tenant: bytes, request_id: bytes, submitted: bytes, body: bytes, number: bytes | None
+    ) -> SampleJob | None:
         """Decode a taken request; None, and a failed promise, if it is lost or can't be read."""
         try:
+            SAMPLE.check(number)
             message = Sample.from_bytes(self._spool.load(body))
         except Exception as error:  # whatever a broken body makes the decoder raise, it costs this request alone
             self._fail(lease, tenant.decode(), request_id.decode(), error)
@@ -160,7 +188,19 @@ def digest(message: Message) -> str:
     """
     if getattr(message, "checkpoint_dir", ""):
         message = dataclasses.replace(message, checkpoint_dir="")  # type: ignore[call-arg]
-    return hashlib.sha256(message.kind.encode() + b"\0" + message.to_bytes()).hexdigest()
+    return _digest(message.kind, message.to_bytes())
+
+
+def encoded(message: Message) -> tuple[str, bytes]:
+    """Return `digest(message)` and `message.to_bytes()`, at the cost of one where they cover the same."""
+    body = message.to_bytes()
+    return digest(message) if getattr(message, "checkpoint_dir", "") else _digest(message.kind, body), body
+
+
+def _digest(kind: str, body: bytes) -> str:
+    found = hashlib.sha256(kind.encode() + b"\0")
+    found.update(body)
+    return found.hexdigest()
 
 
 def with_seed(message: Seeded) -> Seeded:

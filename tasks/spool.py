@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from openrl.tasks import disk
 from openrl.tasks.keys import check_tenant
 
 Apart = Callable[..., Any]
@@ -46,25 +47,45 @@ class Spool:
             return bytes(self._apart(self.read, stowed.decode()))
         return stowed[1:]
 
+    def size(self, stowed: bytes) -> int:
+        """Return how many bytes `load` would give; 0 if the file is lost."""
+        if not stowed.startswith(b"@"):
+            return len(stowed) - 1
+        try:
+            return self._path(stowed.decode()).stat().st_size
+        except FileNotFoundError:
+            return 0
+
     def discard(self, stowed: bytes) -> None:
         """Delete the file behind a stowed value, if there is one."""
         if stowed.startswith(b"@"):
             self.delete(stowed.decode())
 
     def write(self, tenant: str, data: bytes) -> str:
-        """Write `data` durably and return `@<relative path>`."""
-        name = secrets.token_hex(16)
+        """Write `data` durably and return `@<relative path>`. The name ends with the size, which scripts read there.
+
+        Raises:
+            StoreUnavailable: the disk takes nothing now; nothing is left of the file.
+        """
+        name = f"{secrets.token_hex(16)}-{len(data)}"
         relative = Path("spool", check_tenant(tenant), name[:2], name)
-        target = self._root / relative
+        with disk.translated():
+            self._write(self._root / relative, data)
+        return f"@{relative.as_posix()}"
+
+    def _write(self, target: Path, data: bytes) -> None:
         _make_directory(target.parent, root=self._root)
         temporary = target.with_suffix(".tmp")
-        with temporary.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(target)
-        _sync_directory(target.parent)
-        return f"@{relative.as_posix()}"
+        try:
+            with temporary.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.rename(target)
+            _sync_directory(target.parent)
+        except OSError:
+            temporary.unlink(missing_ok=True)  # half a file on a full disk takes room that is needed
+            raise
 
     def read(self, reference: str) -> bytes:
         """Return the bytes of `@<relative path>`."""

@@ -19,10 +19,13 @@ from typing import Any
 
 import redis
 from redis.backoff import ExponentialWithJitterBackoff
+from redis.connection import PythonRespSerializer
 from redis.retry import Retry
 
+from openrl.tasks import disk
 from openrl.tasks.errors import OpenRLError, StoreFault, StoreUnavailable
 from openrl.tasks.settings import StoreSettings
+from openrl.tasks.together import Together
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +33,11 @@ MAX_CONNECTIONS = 32
 SOCKET_TIMEOUT_S = 10.0
 """Longer than a slow fsync or a large script, shorter than a client's patience."""
 
-ADMITTING = frozenset({"append", "sample_append", "session_create", "sampler_create"})
-"""The scripts that take something in. A full store refuses these alone: what it holds can still be finished."""
+_WRITE_BYTES = 6000
+"""Arguments up to this size are sent in one piece with their neighbours."""
+
+ADMITTING = frozenset({"append", "sample_append", "session_create", "sampler_create", "copy"})
+"""The scripts that take something in. A full store or disk refuses these alone: what it holds can still be finished."""
 
 _PASSING = {
     "OOM": "is full (maxmemory)",
@@ -82,6 +88,7 @@ class Store:
         # Any: the client's types can't tell that nothing is decoded here, so that every answer is bytes.
         self.redis: Any = client
         self.settings = settings
+        self.together = Together(client)
         self._scripts: dict[str, Callable[..., Any]] = {}
 
     @classmethod
@@ -100,6 +107,8 @@ class Store:
         pool = redis.BlockingConnectionPool.from_url(
             settings.redis_url, max_connections=MAX_CONNECTIONS, timeout=SOCKET_TIMEOUT_S, **options
         )
+        # hiredis reads answers for us; it can't write a text that holds half a pair.
+        pool.connection_kwargs["command_packer"] = PythonRespSerializer(_WRITE_BYTES, pool.get_encoder().encode)
         return cls(redis.Redis(connection_pool=pool), settings)
 
     def script(self, name: str) -> Callable[..., Any]:
@@ -112,6 +121,8 @@ class Store:
 
             @translated()
             def call(*args: str | bytes | int | float) -> Any:
+                if name in ADMITTING:
+                    self.check_room()
                 return registered(args=args)
 
             self._scripts[name] = call
@@ -122,6 +133,14 @@ class Store:
         """Return the store's clock (unix seconds): the one that all workers share."""
         seconds, microseconds = self.redis.time()
         return float(seconds) + microseconds / 1e6
+
+    def check_room(self) -> None:
+        """Refuse to take more in while the disk of the data directory has no room for it.
+
+        Raises:
+            StoreUnavailable: it says what is wrong with the disk; nothing was changed.
+        """
+        disk.check_room(self.settings.data_dir, self.settings.disk_reserve_bytes)
 
     def ready(self) -> bool:
         """Tell whether the store answers."""

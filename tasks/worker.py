@@ -19,7 +19,7 @@ from celery.worker.control import Panel
 from kombu.message import Message
 from kombu.messaging import Consumer
 
-from openrl.tasks import keys
+from openrl.tasks import keys, revoking
 from openrl.tasks.celery import celery, notice_queue, queue_name
 from openrl.tasks.errors import OperationFailed, StoreUnavailable
 from openrl.tasks.store import Store
@@ -46,6 +46,9 @@ class Engine(Protocol):
     def wake(self) -> None:
         """Look now: something was submitted."""
 
+    def knows(self, tenant: str, request_id: str) -> bool:
+        """Tell whether it has seen the operation already, so that it needn't look."""
+
     def wait_for(self, tenant: str, request_id: str) -> None:
         """Wait until the operation has taken effect, as long as that costs nobody anything.
 
@@ -69,7 +72,8 @@ class EngineTask(Task):
 
     def ring(self, tenant: str, request_id: str) -> None:
         """Wake the engine and wait until the operation has taken effect."""
-        self.engine.wake()
+        if not self.engine.knows(tenant, request_id):
+            self.engine.wake()
         self.engine.wait_for(tenant, request_id)
 
 
@@ -161,6 +165,7 @@ def serve(engine: Engine, *, store: Store, family: str, slug: str, name: str) ->
     global _queues
     _queues = TenantQueues(store, family=family, slug=slug)
     EngineTask.engine = engine
+    revoking.listen(store)
     sys.setswitchinterval(SWITCH_S)
     for noisy in ("celery.worker.strategy", "celery.app.trace"):
         # One line when a task comes and one when it ends: Flower shows both, and the engines log what they do.

@@ -16,7 +16,14 @@ PAGE = Path(__file__).parents[1] / "docs" / "operations.md"
 OF_UP = {"redis_url", "data_dir", "broker_url", "host", "port", "listen_fd", "api_workers"}
 """`openrl up` sets these for its children."""
 
-BESIDE = {"OPENRL_LOG_LEVEL": "INFO", "OPENRL_DOORBELL_THREADS": "256", "OPENRL_ORPHAN_AGE_S": "86400"}
+BESIDE = {
+    "OPENRL_LOG_LEVEL": "INFO",
+    "OPENRL_DOORBELL_THREADS": "256",
+    "OPENRL_ORPHAN_AGE_S": "86400",
+    "OPENRL_VERSION_TTL_S": "86400",
+    "OPENRL_VERSION_LAST": "8",
+    "OPENRL_VERSION_BYTES": "17179869184",
+}
 """Read by each process for itself, before there are settings, or by the scheduler alone."""
 
 
@@ -48,6 +55,7 @@ def test_every_setting_is_in_the_table_with_its_default_and_nothing_else() -> No
 def test_every_file_that_a_service_makes_is_in_the_table() -> None:
     section = PAGE.read_text().partition("\n## The data directory\n")[2].partition("\n## ")[0]
     for name in (
-        "store/", "tenants/", "spool/", "scheduler/", "logs/", "epoch", "service.json", "processes.json", "openrl.lock",
+        "store/", "tenants/", "spool/", "scheduler/", "logs/", "epoch", "schema.json", "service.json",
+        "processes.json", "openrl.lock",
     ):  # fmt: skip
         assert f"`{name}`" in section, name

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from openrl.scheduler.resources import Action, Process, Workload
 from openrl.tasks import keys
+from openrl.tasks.schema import PROCESS
 from openrl.tasks.store import Store, translated
 
 WORKLOADS = "openrl:local:workloads"
@@ -61,7 +62,7 @@ class LocalCluster:
         """Return what the supervisor runs for the workloads, by name."""
         with translated():
             rows = self._store.redis.hgetall(PROCESSES)
-        return {name.decode(): Process(**json.loads(row)) for name, row in rows.items()}
+        return {name.decode(): Process(**PROCESS.current(json.loads(row))) for name, row in rows.items()}
 
     def report(self, processes: Mapping[str, Process]) -> None:
         """Write down what runs, where that is news."""
@@ -70,7 +71,7 @@ class LocalCluster:
         with translated(), self._store.redis.pipeline() as pipe:
             pipe.delete(PROCESSES)
             for name, process in processes.items():
-                pipe.hset(PROCESSES, name, json.dumps(asdict(process)))
+                pipe.hset(PROCESSES, name, json.dumps(PROCESS.numbered(asdict(process))))
             pipe.execute()
 
     def set_watched(self) -> None:

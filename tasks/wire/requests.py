@@ -15,6 +15,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from openrl.tasks.errors import InvalidRequest, Undecodable, shown
 from openrl.tasks.wire import openrl_pb2 as pb
+from openrl.tasks.wire.parts import refuse_crowd_of_parts, skipped, varint
 from openrl.tasks.wire.tensors import FLOAT32, INT32, INT64, Expander, shaped, unpack
 from openrl.tasks.wire.values import (
     MAX_DATUMS,
@@ -33,6 +34,12 @@ _DTYPE_ELEMENTS: dict[np.dtype[Any], pb.ElementType] = {FLOAT32: pb.ELEMENT_FLOA
 _MAX_PARTS = 8 * MAX_DATUMS
 """Chunks of one request, and tensors."""
 
+_MAX_SETTINGS = 64
+"""Entries of both maps of settings; no loss has more than a few."""
+
+_NAMED_BYTES = 64 << 10
+"""Of that much that isn't known, protobuf's list is made, to name the first; it takes fifty times the bytes."""
+
 _FIELDS_PEEKED = 16
 """Both ids come first in what every SDK writes; a broken body isn't searched any further."""
 
@@ -44,15 +51,17 @@ def decode_forward_backward(body: bytes) -> ForwardBackwardRequest:
         Undecodable: it is no protobuf message of this kind.
         InvalidRequest: a datum, tensor or setting is malformed; the message names it.
     """
+    refuse_crowd_of_parts(body)
     call = pb.ForwardBackwardCall()
     try:
         call.ParseFromString(body)
     except DecodeError as error:
         raise Undecodable(f"the body is no forward_backward protobuf message: {error}") from error
-    _refuse_unknown(call, "the request")
     refuse_crowd(len(call.data), MAX_DATUMS, "datums")
     refuse_crowd(sum(len(example.model_input) for example in call.data), _MAX_PARTS, "chunks")
     refuse_crowd(sum(len(example.loss_fn_inputs) for example in call.data), _MAX_PARTS, "loss_fn_inputs")
+    refuse_crowd(len(call.loss_fn_config) + len(call.loss_fn_config_v2), _MAX_SETTINGS, "settings")
+    _refuse_unknown_fields(call, body)
     expander = Expander()
     return ForwardBackwardRequest(
         model_id=call.model_id,
@@ -91,15 +100,15 @@ def peek_forward_backward(body: bytes) -> tuple[str, int] | None:
     model_id, seq_id, position = "", 0, 0
     try:
         for _ in range(_FIELDS_PEEKED):
-            tag, position = _varint(body, position)
+            tag, position = varint(body, position)
             if tag == 1 << 3 | 2:
-                length, start = _varint(body, position)
+                length, start = varint(body, position)
                 position = start + length
                 model_id = body[start:position].decode() if position <= len(body) else ""
             elif tag == 2 << 3 | 0:
-                seq_id, position = _varint(body, position)
+                seq_id, position = varint(body, position)
             else:
-                position = _skip(tag & 7, body, position)
+                position = skipped(tag & 7, body, position)
             if model_id and 0 < seq_id < 1 << 31:
                 return model_id, seq_id
     except (IndexError, ValueError):
@@ -108,7 +117,6 @@ def peek_forward_backward(body: bytes) -> tuple[str, int] | None:
 
 
 def _datum(example: pb.Example, where: str, expander: Expander) -> Datum:
-    _refuse_unknown(example, where)
     return Datum(
         tokens=joined([_chunk(chunk, f"{where}.model_input[{i}]") for i, chunk in enumerate(example.model_input)]),
         inputs={
@@ -119,16 +127,13 @@ def _datum(example: pb.Example, where: str, expander: Expander) -> Datum:
 
 
 def _chunk(chunk: pb.Chunk, where: str) -> np.ndarray:
-    _refuse_unknown(chunk, where)
     kind = chunk.WhichOneof("chunk")
     if kind != "encoded_text":
         raise unsupported_chunk(kind, where)
-    _refuse_unknown(chunk.encoded_text, where)
     return unpack(chunk.encoded_text.tokens, INT32, f"{where}.tokens")
 
 
 def _tensor(tensor: pb.Tensor, where: str, expander: Expander) -> np.ndarray:
-    _refuse_unknown(tensor, where)
     dtype = _ELEMENT_DTYPES.get(tensor.dtype)
     if dtype is None:
         raise InvalidRequest(f"{where} has dtype {tensor.dtype}; it must be 1 (float32) or 2 (int64)")
@@ -138,7 +143,6 @@ def _tensor(tensor: pb.Tensor, where: str, expander: Expander) -> np.ndarray:
             return shaped(unpack(tensor.dense, dtype, where), shape, where)
         case "sparse_csr":
             csr = tensor.sparse_csr
-            _refuse_unknown(csr, where)
             return expander.expand(
                 unpack(csr.values, dtype, f"{where}.values"),
                 unpack(csr.crow_indices, INT64, f"{where}.crow_indices"),
@@ -155,39 +159,37 @@ def _config(call: pb.ForwardBackwardCall) -> dict[str, float]:
         return dict(call.loss_fn_config)
     config = {}
     for name, value in call.loss_fn_config_v2.items():
-        _refuse_unknown(value, f"loss_fn_config[{shown(name)}]")
         given = value.WhichOneof("value")
         config[name] = setting(name, getattr(value, given) if given else None)
     return config
 
 
+def _refuse_unknown_fields(call: pb.ForwardBackwardCall, body: bytes) -> None:
+    """Refuse fields that our `.proto` doesn't have; protobuf itself would keep quiet about them.
+
+    `call` loses them. What an SDK sends is as long without them as it was, and is looked at no further.
+    """
+    call.DiscardUnknownFields()
+    known_bytes = call.ByteSize()
+    if known_bytes == len(body):
+        return
+    whole = pb.ForwardBackwardCall.FromString(body)
+    if whole.ByteSize() - known_bytes > _NAMED_BYTES:
+        raise InvalidRequest("the request has many unknown protobuf fields; remove them")
+    _refuse_unknown(whole, "the request")
+    for i, example in enumerate(whole.data):
+        _refuse_unknown(example, f"data[{i}]")
+        for j, chunk in enumerate(example.model_input):
+            _refuse_unknown(chunk, f"data[{i}].model_input[{j}]")
+            _refuse_unknown(chunk.encoded_text, f"data[{i}].model_input[{j}]")
+        for name, tensor in example.loss_fn_inputs.items():
+            _refuse_unknown(tensor, f"data[{i}].loss_fn_inputs[{shown(name)}]")
+            _refuse_unknown(tensor.sparse_csr, f"data[{i}].loss_fn_inputs[{shown(name)}]")
+    for name, value in whole.loss_fn_config_v2.items():
+        _refuse_unknown(value, f"loss_fn_config[{shown(name)}]")
+
+
 def _refuse_unknown(message: Message, where: str) -> None:
-    """Refuse fields that our `.proto` doesn't have; protobuf itself would keep quiet about them."""
     unknown = UnknownFieldSet(message)
     if len(unknown):
         raise InvalidRequest(f"{where} has the unknown protobuf field number {unknown[0].field_number}; remove it")
-
-
-def _varint(body: bytes, position: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = body[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-    raise ValueError("a varint has at most ten bytes")
-
-
-def _skip(wire_type: int, body: bytes, position: int) -> int:
-    match wire_type:
-        case 0:
-            return _varint(body, position)[1]
-        case 1:
-            return position + 8
-        case 2:
-            length, position = _varint(body, position)
-            return position + length
-        case 5:
-            return position + 4
-    raise ValueError(f"wire type {wire_type} is not used")

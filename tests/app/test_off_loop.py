@@ -13,6 +13,7 @@ import contextlib, hashlib, json, os, pathlib, sys
 import gevent
 from openrl.app.factory import create_app
 from openrl.app.settings import AppSettings
+from openrl.tasks import journal
 from openrl.tasks.operations import PROTOBUF, Outcome
 from openrl.tasks.ownership import Lease
 from openrl.tasks.registry import Registry
@@ -53,12 +54,12 @@ store = Store.connect(StoreSettings(redis_url=sys.argv[1], data_dir=pathlib.Path
 Registry(store).add_model(conftest.MODEL)
 app = create_app(AppSettings(), store=store)
 api = conftest.Api(app.test_client(), app.extensions["openrl"])
-api.services.doorbell.ring = lambda *ids: None
+api.services.doorbell.ring = lambda *ids, **how: None
 run = api.run()
 call = pb.ForwardBackwardCall.FromString(conftest.forward_backward(run, 1))
-call.data.extend([call.data[0]] * 2000)
+call.data.extend([call.data[0]] * 3000)
 
-with held_up(os, "fsync", lambda file: True):
+with held_up(journal, "encoded", lambda message: True), held_up(os, "fsync", lambda file: True):
     api.ok(api.send("/forward_backward", call.SerializeToString(), headers=conftest.PROTOBUF))
 
 body = {"model_id": run, "seq_id": 2, "forward_input": {"data": [{"x": "y" * LARGE}]}}
@@ -78,7 +79,7 @@ with held_up(pathlib.Path, "read_bytes", lambda path: True):
     api.ok(api.poll(f"{run}:1"))
 with held_up(json, "dumps", lambda value, **_: len(value.get("loss_fn_outputs", ())) == 8000):
     assert len(api.ok(api.poll(f"{run}:1"))["loss_fn_outputs"]) == 8000
-assert turns == ["fsync", "loads", "sha256", "read_bytes", "dumps"], turns
+assert turns == ["encoded", "fsync", "loads", "sha256", "read_bytes", "dumps"], turns
 print("done")
 os._exit(0)
 """

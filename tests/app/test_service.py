@@ -15,9 +15,16 @@ def test_a_client_learns_its_flags_whatever_it_says_of_itself(api: Api) -> None:
             "proto_compress_fwdbwd": False,
             "custom_loss_server_side": False,
             "sample_max_concurrent_requests": 512,
+            "sample_use_retrieve_futures": False,
+            "sample_join_sampling_session": True,
+            "pjwt_auth_enabled": False,
         }
         dynamic = api.ok(api.post("/client/dynamic_config", body))
-        assert dynamic == {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
+        assert dynamic == {
+            "refresh_interval_sec": 300,
+            "sample_cancel_enabled": True,
+            "sample_cancel_max_batch_size": 64,
+        }
 
 
 def test_the_sdk_reads_our_flags_as_its_own(api: Api) -> None:

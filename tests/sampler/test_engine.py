@@ -6,6 +6,7 @@ import time
 import pytest
 
 from openrl.tasks import keys
+from openrl.tasks.cancelling import Cancelling
 from openrl.tasks.doorbell import Waiter
 from openrl.tasks.errors import OperationFailed, StoreFault
 from openrl.tasks.futures import Completions, Futures
@@ -13,7 +14,9 @@ from openrl.tasks.journal import Journal
 from openrl.tasks.messages import Sample
 from openrl.tasks.ownership import Lease
 from openrl.tasks.process import Streak
+from openrl.tasks.quotas import Quotas
 from openrl.tasks.registry import Registry
+from openrl.tasks.usage import Usage
 from openrl.tasks.wire import codec
 from openrl.workers.sampler.engine import SamplerEngine
 from openrl.workers.sampler.requests import Finished, Limits, Result
@@ -51,8 +54,12 @@ class Counter:
             del self.left[request.job.request_id]
         return [Finished(request=request, result=drawn(request)) for request in ended]
 
-    def drop_all(self):
-        self.left.clear()
+    def drop(self, requests):
+        left = [self.left.pop(request.job.request_id) for request in list(requests)]
+        return [900 if 17 in request.prompt else request.max_new - steps for request, steps in left]
+
+    def tidy(self):
+        pass
 
 
 def drawn(request):
@@ -178,6 +185,39 @@ def test_a_sample_that_cannot_be_run_fails_as_the_users_fault_and_others_go_on(s
     assert ended(store, good).state == "done"
 
 
+def test_a_cancelled_sample_leaves_the_running_batch_and_makes_room_for_others(store, serve, submit):
+    runner = Counter(most_of_tenant=2)
+    engine = serve(runner)
+    endless = [submit(prompt=(17,)) for _ in range(2)]
+    wait_until(lambda: len(runner.left) == 2)
+    waiting = submit()
+    assert Cancelling(store).cancel("local", endless[0]) == "cancelled"
+    engine.let_go()
+    assert ended(store, waiting).state == "done"
+    assert list(runner.left) == endless[1:]
+    assert ended(store, endless[0]).error == "cancelled by its client"
+
+
+def test_what_a_cancelled_sample_has_drawn_counts_against_the_tokens_of_its_tenant(store, serve, submit):
+    Quotas(store).set("local", {"tokens_per_minute": 60})
+    runner = Counter()
+    serve(runner)
+    endless = submit(prompt=(17, 17))
+    wait_until(lambda: runner.left)
+    Cancelling(store).cancel("local", endless)
+    wait_until(lambda: not runner.left)
+    wait_until(lambda: Quotas(store).standing("local").use.tokens_per_minute > 100)
+
+
+def test_a_cancelled_sample_is_dropped_also_when_nobody_tells_the_sampler(store, serve, submit):
+    runner = Counter()
+    serve(runner)
+    endless = submit(prompt=(17,))
+    wait_until(lambda: runner.left)
+    Cancelling(store).cancel("local", endless)
+    wait_until(lambda: not runner.left)
+
+
 def test_a_broken_step_fails_its_batch_with_an_error_id_and_the_engine_goes_on(store, serve, submit, caplog):
     serve()
     future = ended(store, submit(prompt=(13,)))
@@ -245,3 +285,13 @@ def test_a_result_that_the_store_can_not_take_keeps_no_other_from_being_answered
     serve()
     assert ended(store, good).state == "done"
     assert Futures(store).get("local", bad).state == "pending"
+
+
+def test_what_a_sample_used_is_counted_as_it_was_measured(store, serve, submit):
+    serve()
+    done = submit(prompt=(1, 2, 3), num_samples=2, max_tokens=5)
+    ended(store, done)
+    used = {row.name: row for row in Usage(store).between("local", time.time() - 7200, time.time() + 3600)}
+    assert (used["prompt_tokens"].amount, used["sampled_tokens"].amount, used["samples"].amount) == (3, 10, 1)
+    assert used["microseconds"].amount > 0
+    assert used["samples"].session_id == done.partition(":")[0]

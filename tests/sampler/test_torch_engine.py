@@ -1,5 +1,6 @@
 """The torch engine on tiny models, against the plain forward of the same model and against itself."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from threading import Event
@@ -440,6 +441,33 @@ def test_dropping_all_leaves_an_empty_engine(loaded):
         running.add(request(loaded, f"r{i}", num_samples=3, adapter_dir="1"))
     running.step()
     running.step()
-    running.drop_all()
+    running.drop(running.requests)
     assert running.requests == []
     assert run(running, request(loaded))["r"].result is not None
+
+
+def test_dropping_a_request_tells_how_many_tokens_it_had(loaded):
+    heard = []
+    running, drawn = engine(loaded), request(loaded, "drawn", num_samples=2, max_tokens=40)
+    drawn = dataclasses.replace(drawn, heard=heard.append)
+    new = request(loaded, "new")
+    running.add(drawn)
+    for _ in range(4):
+        running.step()
+    running.add(new)
+    assert running.drop([new, drawn]) == [0, len(heard)] and heard
+
+
+def test_dropping_one_request_frees_its_slots_and_changes_no_other(loaded):
+    running = engine(loaded, num_slots=4)
+    kept = request(loaded, "kept", num_samples=2, max_tokens=20, adapter_dir="1")
+    expected = tokens_of(run(engine(loaded), kept)["kept"].result)
+    dropped = request(loaded, "dropped", num_samples=2, max_tokens=40, adapter_dir="2")
+    for one in (kept, dropped, request(loaded, "later", num_samples=2)):
+        running.add(one)
+    running.step()
+    running.step()
+    running.drop([dropped])
+    ended = run(running)
+    assert tokens_of(ended["kept"].result) == expected
+    assert set(ended) == {"kept", "later"} and ended["later"].result is not None

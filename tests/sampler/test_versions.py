@@ -44,6 +44,24 @@ def test_a_version_in_use_is_never_evicted():
     assert versions.acquire("a").result() is held
 
 
+def test_a_version_that_nobody_has_used_for_a_while_leaves_and_is_loaded_again_on_demand():
+    now, loads = [0.0], []
+    versions = Versions(lambda name: loads.append(name) or name, max_idle=9, idle_s=60, clock=lambda: now[0])
+    for name in ("used", "idle", "asked for again"):
+        versions.acquire(name).result()
+    for name in ("idle", "asked for again"):
+        versions.release(name)
+    now[0] = 59
+    versions.tidy()
+    assert len(versions.resident) == 3
+    versions.acquire("asked for again").result()
+    now[0] = 60
+    versions.tidy()
+    assert versions.resident == ("used", "asked for again")
+    assert versions.acquire("idle").result() == "idle"
+    assert loads == ["used", "idle", "asked for again", "idle"]
+
+
 DIRECTORY = "tenants/local/runs/s-1_train_0/sampler_weights/step-7.77"
 
 

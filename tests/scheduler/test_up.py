@@ -149,14 +149,13 @@ def test_a_port_that_is_taken_is_refused_to_whoever_comes_second():
             up._listen("127.0.0.1", port)
 
 
-def test_a_part_that_refuses_its_settings_ends_the_service_in_one_line(tmp_path, model):
-    """Seen when settings are bad that only the part itself can tell to be so: too few open files, for the API."""
+def test_too_few_open_files_for_the_api_are_told_in_one_line_before_anything_starts(tmp_path, model):
     code = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (200, 200))\nfrom openrl.scheduler.cli import up; up()"
     command = [sys.executable, "-c", code, "--data-dir", tmp_path / "data", "--model", f"m={model}", "--port", "0"]
     result = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (2, "")
     [line] = result.stderr.splitlines()
-    assert "the api refuses its settings" in line and "ulimit -Hn" in line
+    assert "OPENRL_WORKER_CONNECTIONS" in line and "ulimit -Hn" in line
     assert not datadir.held(tmp_path / "data")
 
 

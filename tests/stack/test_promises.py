@@ -86,6 +86,7 @@ def test_a_body_that_cannot_be_decoded_uses_up_its_number_when_it_can_be_read(ht
     assert loss(http, f"{run}:2") > 0
 
 
+@pytest.mark.full
 def test_a_waiting_operation_is_polled_seldom_and_answers_when_its_gap_fills(http: httpx.Client, run: str) -> None:
     wire.forward_backward(http, run, 2, TOKENS).raise_for_status()
     polls, started = 0, time.monotonic()

@@ -46,6 +46,7 @@ def wait_until_gone(data_dir: Path, *, timeout_s: float) -> list[psutil.Process]
     return left
 
 
+@pytest.mark.full
 def test_nothing_is_left_after_ten_times_up_and_kill(own_service: Service) -> None:
     for cycle in range(10):
         own_service.start()
@@ -154,6 +155,7 @@ def test_a_killed_worker_is_replaced_and_its_run_ends_with_the_weights_of_an_und
     assert own_service.stop() == 0
 
 
+@pytest.mark.full
 def test_a_worker_that_hangs_is_said_to_be_gone_and_is_replaced(own_service: Service) -> None:
     own_service.env = {"OPENRL_LEASE_S": "2", "OPENRL_POLL_MIN_S": "1", "OPENRL_POLL_MAX_S": "1"}
     http = own_service.start().http()

@@ -6,15 +6,18 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future as Running
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
 from openrl.tasks import keys
-from openrl.tasks.doorbell import Waiter
+from openrl.tasks.celery import celery, queue_name
+from openrl.tasks.doorbell import Doorbell, Waiter
 from openrl.tasks.errors import OperationFailed
 from openrl.tasks.futures import Completions
 from openrl.tasks.messages import OptimStep, Sample
 from openrl.tasks.operations import Outcome
+from openrl.tasks.store import Store
 
 TENANT = "local"
 LONG_S = 30.0
@@ -109,6 +112,49 @@ def test_what_is_appended_wakes_the_owner_of_the_run_without_any_doorbell(journa
     journal.submit(TENANT, run_id, 1, OptimStep())
     assert woken.wait(LONG_S)
     assert not other_woken.is_set()
+
+
+def test_a_task_that_the_journal_lays_into_its_queue_is_the_one_that_celery_would_send(journal, created, store):
+    run_id, _, _ = created
+    celery.conf.broker_url = store.settings.broker_url
+    place = ("optim_step", "tiny", TENANT)
+    bell = Doorbell(store)
+    journal.submit(TENANT, run_id, 1, OptimStep(), letter=bell.letter(*place, f"{run_id}:1"))
+    laid = read(queue_name("train", "tiny", TENANT))
+    bell.ring(*place, f"{run_id}:1")
+    sent = read(queue_name("train", "tiny", TENANT))
+    assert laid.headers["task"] == "trainer.optim_step"
+    assert laid.payload[0] == [TENANT, f"{run_id}:1"]
+    assert laid.delivery_tag != sent.delivery_tag
+    assert everything(laid) == everything(sent)
+
+
+def test_a_sample_lays_its_task_into_the_queue_of_its_samplers_once(journal, registry, session_id, store):
+    sampler = registry.create_sampler(TENANT, session_id=session_id, seq=0, base_model="tiny", slug="tiny")
+    message = Sample(adapter_dir="", prompt=(1,), num_samples=1)
+    letter = Doorbell(store).letter("sample", "tiny", TENANT, "the id")
+    for _ in range(2):
+        journal.submit_sample(TENANT, sampler, 0, message, letter=letter)
+    assert letter[0].endswith(queue_name("sample", "tiny", TENANT))
+    assert store.redis.lrange(letter[0], 0, -1) == [letter[1].encode()]
+
+
+def test_with_a_broker_of_its_own_celery_sends_the_task(store, tmp_path):
+    settings = replace(store.settings, broker_url="redis://elsewhere:6379/0")
+    assert Doorbell(Store(store.redis, settings)).letter("optim_step", "tiny", TENANT, "s-1:train:0:1") is None
+
+
+def read(queue):
+    """Take one message as a worker does."""
+    with celery.connection_for_read() as connection, connection.SimpleQueue(queue) as box:
+        message = box.get(timeout=LONG_S)
+        message.ack()
+        return message
+
+
+def everything(message):
+    properties = {name: value for name, value in message.properties.items() if name != "delivery_tag"}
+    return message.headers, message.payload, properties, message.content_type, message.content_encoding
 
 
 def test_a_sample_wakes_the_samplers_of_its_base_model(journal, registry, session_id, completions):

@@ -52,6 +52,18 @@ def test_a_promise_stands_from_its_submission_and_never_expires_while_it_is_pend
     assert store.redis.ttl(keys.future(TENANT, pending)) == -1
 
 
+def test_an_operation_that_was_refused_out_of_turn_is_gone_once_its_promise_expires(journal, futures, store, created):
+    run_id, _, _ = created
+    journal.refuse(TENANT, run_id, 3, "forward", b"x", "nonsense")
+    request_id = f"{run_id}:3"
+    assert futures.get(TENANT, request_id).state == "failed"
+    store.redis.delete(keys.future(TENANT, request_id))
+    with pytest.raises(Gone):
+        futures.get(TENANT, request_id)
+    with pytest.raises(NotFound):
+        futures.get(TENANT, f"{run_id}:2")
+
+
 def test_a_result_is_kept_a_week_and_once_delivered_an_hour(futures, store, pending, finish):
     finish()
     key = keys.future(TENANT, pending)
@@ -62,6 +74,22 @@ def test_a_result_is_kept_a_week_and_once_delivered_an_hour(futures, store, pend
     futures.deliver(TENANT, pending)
     assert store.redis.ttl(key) <= 50
     assert futures.get(TENANT, pending).result == b"{}"
+
+
+def test_results_that_are_delivered_together_are_each_kept_an_hour(futures, journal, created, store):
+    run_id, lease, token = created
+    for seq in (1, 2, 3):
+        journal.submit(TENANT, run_id, seq, OptimStep())
+    for operation in journal.take(lease.slug, lease)[0].operations[:2]:
+        journal.commit(lease, operation, Outcome(result=b"x" * 2000), token=token)
+    futures.deliver_all((TENANT, f"{run_id}:{seq}") for seq in (1, 3, 2, 9))
+    lives = [store.redis.ttl(keys.future(TENANT, f"{run_id}:{seq}")) for seq in (1, 2, 3)]
+    assert all(3_500 < life <= 3_600 for life in lives[:2])
+    assert lives[2] == -1
+    now = store.now()
+    assert [round(until - now, -2) for _, until in store.redis.zrange(keys.FILES, 0, -1, withscores=True)] == [
+        3600.0
+    ] * 2
 
 
 @pytest.mark.parametrize(

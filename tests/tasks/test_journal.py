@@ -30,6 +30,11 @@ def large(seq: int) -> SaveWeights:
     return SaveWeights(name=f"n{seq}", user_metadata={"x": "y" * 2000})
 
 
+def named(seq: int) -> SaveWeights:
+    """Just small enough to lie in the store."""
+    return SaveWeights(name=f"n{seq}", user_metadata={"x": "y" * 850})
+
+
 def seqs(slices) -> list[int]:
     return [operation.seq_id for piece in slices for operation in piece.operations]
 
@@ -150,6 +155,30 @@ def test_bodies_come_in_the_order_asked_for_and_one_that_is_lost_is_an_error_in_
     first, lost, _ = journal.bodies(operations)
     assert OptimStep.from_bytes(first) == step(1)
     assert isinstance(lost, FileNotFoundError)
+
+
+def test_the_first_small_bodies_come_with_what_is_taken_and_the_others_are_read_when_asked_for(journal, created):
+    run_id, lease, _ = created
+    sent = [OptimStep(learning_rate=1e-3), *(named(seq) for seq in range(2, 90))]
+    for seq, message in enumerate(sent, start=1):
+        journal.submit(TENANT, run_id, seq, message)
+    ((operations,),) = [[piece.operations] for piece in journal.take(SLUG, lease, max_ops_per_run=100)]
+    brought = [operation.seq_id for operation in operations if operation.body]
+    assert brought[:2] == [1, 2] and 60 < len(brought) < len(sent)
+    assert journal.bodies(operations) == [message.to_bytes() for message in sent]
+    ((again,),) = [[piece.operations] for piece in journal.take(SLUG, lease, max_ops_per_run=100)]
+    assert again == operations
+
+
+def test_a_letter_is_laid_down_with_an_operation_that_is_accepted_and_with_no_other(journal, created, store):
+    run_id, _, _ = created
+    for learning_rate, seq in ((1e-3, 1), (1e-3, 1), (2e-3, 2)):
+        journal.submit(TENANT, run_id, seq, OptimStep(learning_rate=learning_rate), letter=("box", f"letter {seq}"))
+    with pytest.raises(KeyReused):
+        journal.submit(TENANT, run_id, 1, OptimStep(learning_rate=5e-3), letter=("box", "refused"))
+    with pytest.raises(NotFound):
+        journal.submit(OTHER, run_id, 3, OptimStep(), letter=("box", "foreign"))
+    assert store.redis.lrange("box", 0, -1) == [b"letter 2", b"letter 1"]
 
 
 def test_a_body_that_can_not_be_read_now_is_not_called_lost(journal, created, store):

@@ -79,7 +79,7 @@ def test_a_worker_without_room_takes_only_its_own_runs(journal, created, new_run
 def test_a_lost_answer_of_a_claim_does_not_hide_that_the_run_is_new(journal, new_run, new_lease, store):
     new_run()
     lease = new_lease("w1")
-    store.script("take")(SLUG, lease.worker_id, lease.generation, 9, 9, 9)
+    store.script("take")(SLUG, lease.worker_id, lease.generation, 9, 9, 9, 9)
     (piece,) = journal.take(SLUG, lease)
     assert piece.newly_owned
 

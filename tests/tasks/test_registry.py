@@ -192,15 +192,18 @@ def test_the_names_are_the_same_in_python_and_in_lua(store):
         "sessions": ("t",), "session": ("t", "s"), "session_runs": ("t", "s"), "session_samplers": ("t", "s"),
         "idempotency": ("t", "k"), "queued": ("t",), "runs": ("t",), "run": ("t", "s:train:0"),
         "journal": ("t", "s:train:0"), "bodies": ("t", "s:train:0"), "checkpoints": ("t", "s:train:0"),
+        "cancels": ("t", "s:train:0"),
         "sampler": ("t", "s:sample:0"), "sampler_ops": ("t", "s:sample:0"),
+        "completions": ("t",), "sampler_done": ("t", "s:sample:0", "3"),
         "future": ("t", "r"), "job": ("t", "r"), "waiting": ("t", "x"), "ready": ("x",), "turns": ("x",),
         "served": ("x",), "unfinished": ("x",), "claimants": ("x",), "inflight": ("w/g",), "depth": ("train", "x"),
-        "worker": ("w",),
+        "worker": ("w",), "published": ("s:train:0",), "unloads": ("x",),
+        "quota": ("t",), "account": ("t",), "usage": ("t", "5"),
     }  # fmt: skip
     for name, args in cases.items():
         spoken = store.redis.eval(source + f"return K.{name}(unpack(ARGV))", 0, *args)
         assert spoken.decode() == getattr(keys, name)(*args), name
-    for name in ("GAPS", "WORKERS", "FILES", "EPOCH", "TENANTS", "DONE", "WAKE"):
+    for name in ("GAPS", "WORKERS", "FILES", "EPOCH", "TENANTS", "DONE", "WAKE", "PUBLISHED", "DROPPED", "QUOTAS"):
         assert store.redis.eval(source + f"return K.{name}", 0).decode() == getattr(keys, name)
 
 

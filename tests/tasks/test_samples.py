@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from openrl.tasks import keys
+from openrl.tasks.cancelling import Cancelling
 from openrl.tasks.errors import InvalidRequest, KeyReused, NotFound, Overloaded, StaleOwner, StoreUnavailable
 from openrl.tasks.journal import Journal, Outcome
 from openrl.tasks.messages import Sample
@@ -286,3 +287,100 @@ def test_depth_and_age_hold_until_a_request_is_finished(journal, sampler, lease)
     journal.commit_sample(lease, job, Outcome(error="out of memory", category="server"))
     assert journal.depth(SLUG)["sample"] == {}
     assert journal.depth(SLUG)["oldest_s"]["sample"] == 0.0
+
+
+@pytest.fixture
+def cancelling(store):
+    return Cancelling(store)
+
+
+def test_a_waiting_sample_that_is_cancelled_is_never_run_and_nothing_of_it_is_left(
+    journal, sampler, lease, cancelling, futures, store
+):
+    for seq in range(2):
+        journal.submit_sample(TENANT, sampler, seq, message(*range(2000)))
+    first = f"{sampler.sampler_id}:0"
+    assert [cancelling.cancel(TENANT, first) for _ in range(2)] == ["cancelled", "finished"]
+    future = futures.get(TENANT, first)
+    assert (future.state, future.error, future.category) == ("failed", "cancelled by its client", "user")
+    assert ids(journal.take_samples(SLUG, lease, limit=9)) == ["1"]
+    assert journal.depth(SLUG)["sample"] == {TENANT: 1}
+    assert cancelling.cancel(TENANT, f"{sampler.sampler_id}:1") == "cancelled"
+    assert journal.depth(SLUG) == {"train": {}, "sample": {}, "oldest_s": {"train": 0.0, "sample": 0.0}}
+    assert not store.redis.exists(keys.queued(TENANT), keys.turns(SLUG), keys.waiting(TENANT, SLUG))
+    assert [path for path in store.settings.data_dir.rglob("*") if path.is_file()] == []
+    assert journal.submit_sample(TENANT, sampler, 0, message(*range(2000))).request_id == first
+    assert journal.take_samples(SLUG, lease, limit=9) == []
+
+
+def test_a_sample_cancelled_in_a_samplers_hands_ends_at_once_and_its_result_counts_for_nothing(
+    journal, sampler, lease, cancelling, futures, store
+):
+    for seq in range(2):
+        journal.submit_sample(TENANT, sampler, seq, message())
+    jobs = journal.take_samples(SLUG, lease, limit=9)
+    assert journal.held_samples(lease) == {(TENANT, job.request_id) for job in jobs}
+    with store.redis.pubsub() as heard:
+        heard.subscribe(keys.WAKE)
+        assert cancelling.cancel(TENANT, jobs[0].request_id) == "cancelled"
+        heard.get_message(timeout=5)
+        assert heard.get_message(timeout=5)["data"] == keys.cancelling("s1").encode()
+    assert journal.held_samples(lease) == {(TENANT, jobs[1].request_id)}
+    with pytest.raises(StaleOwner):
+        journal.commit_sample(lease, jobs[0], Outcome(result=b"\x01"))
+    assert futures.get(TENANT, jobs[0].request_id).state == "failed"
+    journal.commit_sample(lease, jobs[1], Outcome(result=b"\x01"))
+    assert cancelling.cancel(TENANT, jobs[1].request_id) == "finished"
+    assert futures.get(TENANT, jobs[1].request_id).state == "done"
+    assert journal.depth(SLUG)["sample"] == {}
+
+
+def test_a_call_that_is_repeated_brings_no_sample_back_that_was_cancelled_in_between(
+    journal, sampler, lease, cancelling, store
+):
+    for seq in range(2):
+        journal.submit_sample(TENANT, sampler, seq, message())
+    store.script("sample_take")(SLUG, lease.worker_id, lease.generation, 9, lease.call_number)
+    cancelling.cancel(TENANT, f"{sampler.sampler_id}:0")
+    assert ids(journal.take_samples(SLUG, lease, limit=9)) == ["1"]
+
+
+def test_a_sample_of_a_dead_sampler_can_be_cancelled_and_is_not_drawn_again(
+    journal, sampler, lease, cancelling, new_lease, kill
+):
+    journal.submit_sample(TENANT, sampler, 0, message())
+    journal.take_samples(SLUG, lease, limit=9)
+    kill(lease)
+    assert cancelling.cancel(TENANT, f"{sampler.sampler_id}:0") == "cancelled"
+    assert journal.take_samples(SLUG, new_lease("s2", "sampler"), limit=9) == []
+    assert journal.depth(SLUG)["sample"] == {}
+
+
+def test_nobody_cancels_what_is_another_tenants_or_never_was(journal, sampler, cancelling, futures):
+    request_id = journal.submit_sample(TENANT, sampler, 0, message()).request_id
+    for tenant, name in (("other", request_id), (TENANT, f"{sampler.sampler_id}:1"), (TENANT, "nonsense")):
+        with pytest.raises(NotFound):
+            cancelling.cancel(tenant, name)
+    assert futures.get(TENANT, request_id).state == "pending"
+
+
+def test_with_its_session_all_unfinished_samples_end_and_no_others(
+    journal, registry, sampler, new_sampler, lease, cancelling, futures
+):
+    beside = registry.create_sampler(
+        TENANT, session_id=registry.create_session(TENANT).session_id, seq=0, base_model=BASE, slug=SLUG
+    )
+    others = [journal.submit_sample(TENANT, beside, 0, message())]
+    others.append(journal.submit_sample("b", new_sampler("b"), 0, message()))
+    for seq in range(3):
+        journal.submit_sample(TENANT, sampler, seq, message())
+    taken = journal.take_samples(SLUG, lease, limit=4)
+    done = next(job for job in taken if job.request_id.startswith(sampler.session_id))
+    journal.commit_sample(lease, done, Outcome())
+    assert cancelling.cancel_samples(TENANT, sampler.session_id) == 2
+    states = [futures.get(TENANT, f"{sampler.sampler_id}:{seq}").state for seq in range(3)]
+    assert sorted(states) == ["done", "failed", "failed"]
+    assert {futures.get(tenant, one.request_id).state for tenant, one in zip((TENANT, "b"), others, strict=True)} == {
+        "pending"
+    }
+    assert cancelling.cancel_samples(TENANT, sampler.session_id) == 0

@@ -20,6 +20,7 @@ from openrl.workers.trainer.engine import TrainerEngine
 from openrl.workers.trainer.recovery import Recovery
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.settings import TrainerSettings
+from openrl.workers.trainer.snapshots import Snapshots
 
 BASE = "tiny"
 
@@ -46,7 +47,7 @@ class Service:
     def trainer(self, **settings: float) -> Trainer:
         """Start a trainer process, so to say; its loop runs when the test says so."""
         name = f"trainer-{next(self._names)}"
-        return Trainer(self, name, TrainerSettings(**{"token_budget": 96, **settings}))
+        return Trainer(self, name, TrainerSettings(**{"token_budget": 96, "snapshot_share": 1e6, **settings}))
 
     def client(self, tenant: str = "t", **options: object) -> Client:
         """Open a session with one run in it, not created yet."""
@@ -109,6 +110,8 @@ class Trainer:
         checkpoints = Checkpoints(service.loaded, slug=BASE, registry=service.registry, **where)
         self.device = Device(service.loaded, checkpoints, token_budget=self.settings.token_budget)
         self.recovery = Recovery(service.loaded, self.device, service.journal, **where)
+        at_once = self.settings.snapshots_at_once
+        self.snapshots = Snapshots(service.loaded, service.journal, at_once=at_once, **where)
         self.engine = TrainerEngine(
             slug=BASE,
             journal=service.journal,
@@ -116,6 +119,7 @@ class Trainer:
             new_lease=self.new_lease,
             device=self.device,
             recovery=self.recovery,
+            snapshots=self.snapshots,
             waiter=Waiter(service.store, service.completions, worker_id=lambda: self.name),
             settings=self.settings,
         )
@@ -126,10 +130,12 @@ class Trainer:
         return self.lease
 
     def spin(self) -> int:
-        """Work until nothing is left; return the number of passes."""
+        """Work until nothing is left, not even a snapshot in the making; return the number of passes."""
         turns = 0
         while self.engine.turn():
             turns += 1
+        for key in list(self.snapshots._writers):
+            self.snapshots.settle(key)
         return turns
 
     def resident(self, client: Client) -> Run:

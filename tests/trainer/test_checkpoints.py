@@ -11,6 +11,7 @@ from openrl.tasks.messages import CreateModel, LoadWeights, OptimStep, SaveWeigh
 from openrl.tasks.registry import Checkpoint, Sampler
 from openrl.workers.trainer import states
 from openrl.workers.trainer.runs import Run
+from openrl.workers.trainer.work import Work
 from openrl.workers.weights import manifest
 from tests.trainer.bench import BASE, forward_backward
 
@@ -85,6 +86,22 @@ def test_loading_into_a_run_replaces_weights_and_moments_and_drops_pending_gradi
     assert json.loads(outcome.result)["path"] == checkpoint.uri
     assert "nothing was accumulated" in bench.one(run, OptimStep()).error
     assert same(next_step(bench, run), next_step(bench, fresh))
+
+
+def test_only_a_runs_first_operation_takes_on_the_modules_of_a_checkpoint(bench):
+    narrow = trained(bench, rank=4, train_mlp=False, train_unembed=False)
+    checkpoint = save(bench, narrow)
+    message = LoadWeights(checkpoint_path=checkpoint.uri, checkpoint_dir=checkpoint.directory, with_optimizer=True)
+    run = bench.run(3, rank=4)
+    [refused] = bench.device.execute([Work(run=run, seq_id=2, message=message)])
+    assert refused.category == "user" and "on 8 modules" in refused.error, refused.error
+    assert len(run.weights().targets) > 8
+    [outcome] = bench.device.execute([Work(run=run, seq_id=1, message=message)])
+    assert outcome.run_fields == {"rank": "4", "train_attn": "1", "train_mlp": "0", "train_unembed": "0"}
+    assert same(next_step(bench, run), next_step(bench, narrow))
+    other = bench.run(4, rank=8)
+    [refused] = bench.device.execute([Work(run=other, seq_id=1, message=message)])
+    assert "has rank 4" in refused.error and other.weights().rank == 8
 
 
 def test_a_checkpoint_says_what_it_is(bench):

@@ -175,6 +175,33 @@ def test_each_result_leaves_right_after_its_own_pass(service):
         assert client.states() == "d" + "d" * done + "p" * (3 - done)
 
 
+def test_a_backlog_is_carried_out_to_its_end_after_one_ring(service):
+    trainer, clients = service.trainer(poll_s=600.0, max_operations=2, max_runs=2), [service.client() for _ in range(3)]
+    for client in clients:
+        for number in range(3):
+            client.submit(forward_backward(seed=number))
+            client.submit(OptimStep())
+    trainer.engine.start()
+    for client in clients:
+        trainer.engine.wait_for(client.tenant, f"{client.run_id}:{client.seq}")
+    assert [client.states() for client in clients] == ["d" * 7] * 3
+    trainer.engine.release_waiters()
+    trainer.engine.stop()
+
+
+def test_what_the_journal_has_offered_needs_no_further_look(service):
+    trainer, client = service.trainer(), service.client()
+    trainer.spin()
+    client.submit(forward_backward(seed=1))
+    knows = [trainer.engine.knows(client.tenant, f"{client.run_id}:{seq}") for seq in (0, 1)]
+    trainer.spin()
+    assert knows == [True, False]
+    assert trainer.engine.knows(client.tenant, f"{client.run_id}:1")
+    assert not trainer.engine.knows("another", f"{client.run_id}:1")
+    trainer.engine.hand_back_all()
+    assert not trainer.engine.knows(client.tenant, f"{client.run_id}:1")
+
+
 def test_an_idle_trainer_asks_the_store_once_a_look(service):
     trainer = service.trainer()
     service.client()

@@ -110,3 +110,20 @@ def test_every_run_is_served_in_order_and_completely(seed):
     total = sum(len(item.pending) for item in queues.values())
     passes = drive(Planner(token_budget=200), queues)
     assert sum(map(len, passes)) == total
+
+
+def test_with_one_run_a_pass_no_forward_is_shared_by_runs_or_operations():
+    fb = ("forward_backward", 10)
+    queues = {name: queue(name, fb, fb, ("optim_step", 0), fb) for name in "abc"}
+    planner = Planner(token_budget=1000, runs_per_pass=1)
+    while any(item.pending for item in queues.values()):
+        plan = planner.plan([item for item in queues.values() if item.pending])
+        assert len(plan.packed) <= 1
+        for run_id, _ in names(plan.singles) + names(plan.packed):
+            queues[run_id] = queue(run_id, *[(one.kind, one.tokens) for one in queues[run_id].pending[1:]])
+
+
+def test_no_more_runs_share_a_pass_than_may():
+    queues = [queue(name, ("forward", 10), ("forward", 10)) for name in "abcd"]
+    plan = Planner(token_budget=1000, runs_per_pass=2).plan(queues)
+    assert len({run for run, _ in names(plan.packed)}) == 2 and len(plan.packed) == 4

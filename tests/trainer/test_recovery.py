@@ -209,7 +209,7 @@ def test_a_snapshot_by_a_stale_owner_does_not_count(service):
     second = service.trainer()
     second.spin()
     with pytest.raises(StaleOwner):
-        first.recovery.snapshot(run, first.lease)
+        first.snapshots.write(run, first.lease)
     assert service.journal.snapshot("t", client.run_id) is None
     assert not list(service.store.settings.data_dir.rglob("*.safetensors"))
 
@@ -234,9 +234,9 @@ def test_a_snapshot_whose_registration_was_not_answered_stays_and_gives_the_run_
     client.submit(OptimStep(learning_rate=0.01))
     trainer.spin()
     before = bits(trainer.resident(client))
-    trainer.recovery._journal = Unsure(service.journal)
+    trainer.snapshots._journal = Unsure(service.journal)
     with pytest.raises(StoreUnavailable):
-        trainer.recovery.snapshot(trainer.resident(client), trainer.lease)
+        trainer.snapshots.write(trainer.resident(client), trainer.lease)
     trainer.die()
     second = service.trainer()
     client.submit(forward_backward(seed=1, forward=True))
@@ -249,14 +249,14 @@ def test_a_snapshot_that_was_not_answered_is_found_by_the_second_try(service):
     client, trainer = service.client(), service.trainer()
     client.submit(forward_backward(seed=1))
     trainer.spin()
-    run, journal = trainer.resident(client), trainer.recovery._journal
-    trainer.recovery._journal = Unsure(service.journal)
+    run, journal = trainer.resident(client), trainer.snapshots._journal
+    trainer.snapshots._journal = Unsure(service.journal)
     with pytest.raises(StoreUnavailable):
-        trainer.recovery.snapshot(run, trainer.lease)
-    trainer.recovery._journal = journal
+        trainer.snapshots.write(run, trainer.lease)
+    trainer.snapshots._journal = journal
     directory, _ = service.journal.snapshot("t", client.run_id)
     written = (service.store.settings.data_dir / directory / "manifest.json").stat().st_mtime_ns
-    trainer.recovery.snapshot(run, trainer.lease)
+    trainer.snapshots.write(run, trainer.lease)
     assert not run.changed
     assert service.journal.snapshot("t", client.run_id) == (directory, 1)
     assert (service.store.settings.data_dir / directory / "manifest.json").stat().st_mtime_ns == written

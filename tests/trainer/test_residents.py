@@ -25,23 +25,39 @@ def residents(names: str, **settings: float) -> tuple[Residents, Clock, dict[str
     return made, clock, runs
 
 
-def test_a_snapshot_is_due_by_operations_bytes_or_time_and_never_without_operations():
+def test_a_snapshot_is_due_by_operations_bytes_or_work_and_never_without_operations():
     made, clock, runs = residents("a", snapshot_operations=3, snapshot_bytes=100, snapshot_s=60)
     clock.now += 1000
     assert not made.snapshot_due(runs["a"])
-    made.note_saved(runs["a"])
-    made.note(runs["a"], 40)
+    made.note(runs["a"], 40, 0)
     assert not made.snapshot_due(runs["a"])
-    made.note(runs["a"], 60)
+    made.note(runs["a"], 60, 0)
     assert made.snapshot_due(runs["a"])
     made.note_saved(runs["a"])
-    made.note(runs["a"], 0)
-    clock.now += 60
+    made.note(runs["a"], 0, 59.5)
+    assert not made.snapshot_due(runs["a"])
+    made.note(runs["a"], 0, 0.5)
     assert made.snapshot_due(runs["a"])
     made.note_saved(runs["a"])
     for _ in range(3):
         assert not made.snapshot_due(runs["a"])
-        made.note(runs["a"], 0)
+        made.note(runs["a"], 0, 0)
+    assert made.snapshot_due(runs["a"])
+
+
+def test_whatever_is_due_snapshots_take_no_more_than_their_share_of_the_time():
+    made, _, runs = residents("a", snapshot_operations=1, snapshot_share=0.04)
+    runs["a"].snapshot_s = 2.0
+    made.note(runs["a"], 0, 49)
+    assert not made.snapshot_due(runs["a"])
+    made.note(runs["a"], 0, 1)
+    assert made.snapshot_due(runs["a"])
+
+
+def test_what_it_took_to_rebuild_a_run_counts_until_the_next_snapshot():
+    made, _, runs = residents("a", snapshot_s=5)
+    made.add(runs["a"], worked=4)
+    made.note(runs["a"], 0, 1)
     assert made.snapshot_due(runs["a"])
 
 
@@ -57,7 +73,7 @@ def test_idle_runs_go_after_their_time_unless_something_waits_for_them():
 def test_the_longest_idle_runs_go_until_memory_suffices():
     made, _, runs = residents("abc", resident_bytes=200)
     assert made.surplus(set()) == [runs["a"]]
-    made.note(runs["a"], 0)
+    made.note(runs["a"], 0, 0)
     assert made.surplus(set()) == [runs["b"]]
     assert made.surplus({("t", "b"), ("t", "c"), ("t", "a")}) == []
 

@@ -14,9 +14,10 @@ import click
 import torch
 from transformers import AutoTokenizer
 
-from openrl.tasks import keys
+from openrl.tasks import keys, upgrade
 from openrl.tasks.doorbell import Waiter
-from openrl.tasks.errors import InvalidRequest, OpenRLError
+from openrl.tasks.drafts import Publisher
+from openrl.tasks.errors import InvalidRequest, OpenRLError, OtherVersion
 from openrl.tasks.futures import Completions
 from openrl.tasks.journal import Journal
 from openrl.tasks.ownership import Lease
@@ -66,12 +67,20 @@ def version_loader(data_dir: Path, loaded: LoadedModel) -> Callable[[str], Adapt
 
 
 def runner(
-    model_path: str, data_dir: Path, settings: SamplerSettings, *, digest: str = ""
+    model_path: str,
+    data_dir: Path,
+    settings: SamplerSettings,
+    *,
+    digest: str = "",
+    grace_s: float = float("inf"),
 ) -> tuple[TorchEngine, Limits]:
-    """Load the base model, which must have this digest, and return what draws from it, and what it can take."""
+    """Load the base model, which must have this digest, and return what draws from it, and what it can take.
+
+    An adapter that was not used for `grace_s` leaves memory.
+    """
     loaded = load(model_path)
     loaded.require(digest)
-    versions = Versions(version_loader(data_dir, loaded), max_idle=settings.versions)
+    versions = Versions(version_loader(data_dir, loaded), max_idle=settings.versions, idle_s=grace_s)
     engine = TorchEngine(
         loaded,
         versions,
@@ -98,7 +107,13 @@ def build(base: str, name: str, store: Store, settings: SamplerSettings) -> Samp
 
     lease = new_lease()
     try:
-        torch_engine, limits = runner(model.path, store.settings.data_dir, settings, digest=model.digest)
+        torch_engine, limits = runner(
+            model.path,
+            store.settings.data_dir,
+            settings,
+            digest=model.digest,
+            grace_s=store.settings.session_grace_s,
+        )
     except BaseException:
         lease.close()
         raise
@@ -113,8 +128,10 @@ def build(base: str, name: str, store: Store, settings: SamplerSettings) -> Samp
         limits=limits,
         poll_s=settings.poll_s,
         stop_s=settings.stop_s,
+        drafts=Publisher(store),
     )
     completions.call_on_wake(keys.samplers(model.slug), engine.wake)
+    completions.call_on_wake(keys.cancelling(name), engine.let_go)
     return engine
 
 
@@ -134,7 +151,11 @@ def main(base: str, name: str) -> None:
     logging.basicConfig(level=store_settings.log_level)
     try:
         store = Store.connect(store_settings)
+        upgrade.check(store)
         engine = build(base, name, store, settings)
+    except OtherVersion as other:
+        sys.stderr.write(f"openrl.workers.sampler: {other}\n")
+        sys.exit(2)
     except (OpenRLError, ValueError) as failure:
         raise SystemExit(f"the sampler can't start: {failure}") from failure
     sys.exit(serve(engine, store=store, family="sample", slug=engine.slug, name=name))

@@ -13,10 +13,12 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from openrl.tasks.doorbell import Waiter
+from openrl.tasks.drafts import Publisher
 from openrl.tasks.errors import InvalidRequest, StaleOwner, StoreFault, StoreUnavailable
 from openrl.tasks.journal import Journal, Outcome, SampleJob
 from openrl.tasks.ownership import Lease
@@ -24,6 +26,9 @@ from openrl.tasks.process import Streak
 from openrl.workers.sampler.requests import Finished, Limits, Request, read, write
 
 log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""How often it is looked whether a request in hand was cancelled; the message that says so at once may be lost."""
 
 
 class Runner(Protocol):
@@ -43,8 +48,11 @@ class Runner(Protocol):
     def step(self) -> list[Finished]:
         """Advance, and return what ended."""
 
-    def drop_all(self) -> None:
-        """Forget all requests."""
+    def drop(self, requests: Collection[Request]) -> list[int]:
+        """Forget these of its requests; what they held is free in the next step. Return how much each had drawn."""
+
+    def tidy(self) -> None:
+        """Let go of what is kept in memory for requests that may never come."""
 
 
 class SamplerEngine:
@@ -63,8 +71,13 @@ class SamplerEngine:
         poll_s: float = 0.25,
         stop_s: float = 5.0,
         streak: Streak | None = None,
+        drafts: Publisher | None = None,
     ) -> None:
-        """`new_lease` is called when `lease` was lost; `stop_s` bounds how long `stop` waits for a step."""
+        """Serve what `runner` draws.
+
+        `new_lease` is called when `lease` was lost; `stop_s` bounds how long `stop` waits for a step; `drafts`
+        publishes tokens as they are drawn, None: nobody hears them.
+        """
         self.lease = lease
         self._runner = runner
         self._journal = journal
@@ -75,11 +88,15 @@ class SamplerEngine:
         self._poll_s = poll_s
         self._stop_s = stop_s
         self._streak = streak or Streak()
+        self._drafts = drafts
         self._woken = threading.Event()
+        self._cancelled = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="sampler-engine", daemon=True)
         self._uncommitted: deque[tuple[SampleJob, Outcome]] = deque()
+        self._seconds: dict[tuple[str, str], float] = {}
         self._take_at = 0.0
+        self._look_at = 0.0
         self._busy = False
 
     def start(self) -> None:
@@ -90,6 +107,15 @@ class SamplerEngine:
     def wake(self) -> None:
         """Look at the waiting set now."""
         self._woken.set()
+
+    def let_go(self) -> None:
+        """Look now whether a request in hand was cancelled."""
+        self._cancelled.set()
+        self._woken.set()
+
+    def knows(self, tenant: str, request_id: str) -> bool:
+        """Tell that it must look: which requests are in its hands is its own thread's to know."""
+        return False
 
     def wait_for(self, tenant: str, request_id: str) -> None:
         """Wait until a sample has ended; raises OperationFailed when it failed."""
@@ -133,15 +159,27 @@ class SamplerEngine:
         self._commit()
         if self._woken.is_set() or time.monotonic() >= self._take_at:
             self._take()
+        if self._cancelled.is_set() or time.monotonic() >= self._look_at:
+            self._drop_cancelled()
+            self._runner.tidy()
         self._show(busy=bool(self._runner.requests))
         if not self._runner.requests:
             self._woken.wait(max(0.0, self._take_at - time.monotonic()))
             return
+        began, running = time.monotonic(), list(self._runner.requests)
         ended = self._step()
-        self._uncommitted.extend((one.request.job, _outcome(one)) for one in ended)
+        self._share(time.monotonic() - began, running)
+        for one in ended:
+            seconds = self._seconds.get(_name(one.request), 0.0)
+            self._uncommitted.append((one.request.job, _outcome(one, seconds)))
         self._commit()
         if ended:
             self._take_at = 0.0
+
+    def _share(self, seconds: float, running: Sequence[Request]) -> None:
+        """Share the time of a step evenly between the requests that were in it."""
+        share = seconds / len(running)
+        self._seconds = {name: self._seconds.get(name, 0.0) + share for name in map(_name, running)}
 
     def _take(self) -> None:
         """Bring waiting samples in; one that can't be run is answered at once."""
@@ -153,12 +191,31 @@ class SamplerEngine:
             self._take_at = 0.0
         for job in jobs:
             try:
-                self._runner.add(read(job, self._limits))
+                self._runner.add(self._heard(read(job, self._limits)))
             except InvalidRequest as failure:
                 self._uncommitted.append((job, Outcome(error=str(failure), category="user")))
             except Exception as failure:
                 self._uncommitted.append((job, _unexpected(failure, job)))
         self._commit()
+
+    def _drop_cancelled(self) -> None:
+        """Drop what is no longer in this process's hands: it was cancelled, and has been answered."""
+        self._cancelled.clear()
+        self._look_at = time.monotonic() + LOOK_S
+        if not self._runner.requests:
+            return
+        held = self._journal.held_samples(self.lease)
+        gone = [one for one in self._runner.requests if (one.job.tenant, one.job.request_id) not in held]
+        if gone:
+            log.info("dropped %d cancelled requests", len(gone))
+            for one, num_drawn in zip(gone, self._runner.drop(gone), strict=True):
+                self._journal.charge(one.job.tenant, num_drawn)
+
+    def _heard(self, request: Request) -> Request:
+        """Let whoever waits for the tokens of a request hear them."""
+        if self._drafts is None or not request.job.message.listener:
+            return request
+        return replace(request, heard=self._drafts.to_listener(request.job))
 
     def _step(self) -> list[Finished]:
         """Advance the runner; if its own bookkeeping broke, nothing in it can be trusted and all of it ends."""
@@ -167,7 +224,7 @@ class SamplerEngine:
         except Exception as failure:
             lost = list(self._runner.requests)
             error_id = _logged(failure, f"the step of {len(lost)} requests")
-            self._runner.drop_all()
+            self._runner.drop(lost)
             return [
                 Finished(request=request, error=f"the sampler failed; its log tells why (error {error_id}); try again")
                 for request in lost
@@ -188,7 +245,7 @@ class SamplerEngine:
     def _start_over(self) -> None:
         """The lease ran out, so others may have all that we had: drop it and begin anew."""
         log.warning("the lease was lost; %d samples go back", len(self._runner.requests))
-        self._runner.drop_all()
+        self._runner.drop(self._runner.requests)
         self._uncommitted.clear()
         self.lease.close()
         self.lease = self._new_lease()
@@ -205,11 +262,15 @@ class SamplerEngine:
             self.lease.touch_busy()
 
 
-def _outcome(ended: Finished) -> Outcome:
+def _name(request: Request) -> tuple[str, str]:
+    return request.job.tenant, request.job.request_id
+
+
+def _outcome(ended: Finished, seconds: float) -> Outcome:
     if ended.result is None:
         return Outcome(error=ended.error, category=ended.category)
     try:
-        return write(ended.result)
+        return write(ended.result, num_prompt_tokens=len(ended.request.prompt), seconds=seconds)
     except Exception as failure:
         return _unexpected(failure, ended.request.job)
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from openrl.tasks.drafts import Draft
 from openrl.tasks.errors import OperationFailed
 from openrl.tasks.wire import codec
 from openrl.workers.sampler import prompts
@@ -82,6 +83,14 @@ class Continuation:
             self.stop_reason = "stop"
         elif len(self.tokens) >= request.max_new:
             self.stop_reason = "length"
+        if request.heard is not None:
+            request.heard(self._draft(drawn))
+
+    def _draft(self, drawn: Token) -> Draft:
+        """Return a token for those who can't wait for the result."""
+        rows = () if drawn.top is None else (cells[0].tolist() for cells in drawn.top)
+        top = tuple(zip(*rows, strict=True))
+        return Draft(self.index, len(self.tokens) - 1, drawn.token, drawn.logprob, top, self.stop_reason)
 
     def result(self) -> codec.SampledSequence:
         """Return the ended sequence as the wire wants it."""
@@ -128,6 +137,11 @@ class Group:
         """Return a sequence that has all of the prompt in its place."""
         length = len(self.request.prompt)
         return next((one for one in self.running if one.num_held >= length), None)
+
+    @property
+    def num_drawn(self) -> int:
+        """Return how many tokens its sequences have."""
+        return sum(len(sequence.tokens) for sequence in self._all)
 
     @property
     def done(self) -> bool:

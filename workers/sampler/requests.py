@@ -6,16 +6,17 @@ wrong entry fails alone. Knows the journal's values and the codec, not torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
 import numpy as np
 
+from openrl.tasks.drafts import Draft
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.journal import Outcome, SampleJob
 from openrl.tasks.messages import Sample
-from openrl.tasks.operations import PROTOBUF
+from openrl.tasks.operations import PROTOBUF, Usage
 from openrl.tasks.wire import codec
 from openrl.workers.sampler.sampling import Rule
 
@@ -73,6 +74,8 @@ class Request:
     scored_from: int = 1
     targets: Targets | None = None
     alternatives: int = 0
+    heard: Callable[[Draft], None] | None = None
+    """Called with each token as it is drawn, where somebody waits for it; None where nobody does."""
 
     @property
     def looked_at_from(self) -> int:
@@ -143,8 +146,8 @@ def read(job: SampleJob, limits: Limits) -> Request:
     )
 
 
-def write(result: Result) -> Outcome:
-    """Return what is committed for a request that was served."""
+def write(result: Result, *, num_prompt_tokens: int = 0, seconds: float = 0.0) -> Outcome:
+    """Return what is committed for a request that was served, with what it used."""
     body = codec.encode_sample_response(
         result.sequences,
         result.prompt_logprobs,
@@ -152,7 +155,12 @@ def write(result: Result) -> Outcome:
         result.target_logprobs,
         result.alternatives,
     )
-    return Outcome(result=body, content_type=PROTOBUF)
+    used = Usage(
+        prompt_tokens=num_prompt_tokens,
+        sampled_tokens=sum(len(sequence.tokens) for sequence in result.sequences),
+        seconds=seconds,
+    )
+    return Outcome(result=body, content_type=PROTOBUF, usage=used)
 
 
 def _targets(message: Sample) -> Targets | None:

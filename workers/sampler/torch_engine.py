@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
@@ -138,10 +138,17 @@ class TorchEngine:
         self._groups.append(Group(request, arrival=self._arrivals, decode=self._decode))
         self._arrivals += 1
 
-    def drop_all(self) -> None:
-        """Forget everything that runs, half-drawn sequences included."""
-        for group in list(self._groups):
+    def drop(self, requests: Collection[Request]) -> list[int]:
+        """Forget these requests, half-drawn sequences included; return how many tokens each had."""
+        groups = {id(group.request): group for group in self._groups}
+        dropped = [groups[id(request)] for request in requests]
+        for group in dropped:
             self._leave(group)
+        return [group.num_drawn for group in dropped]
+
+    def tidy(self) -> None:
+        """Let go of the versions that nobody has used for a while."""
+        self._versions.tidy()
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,12 +24,25 @@ Adapter = TypeVar("Adapter")
 
 
 class Versions(Generic[Adapter]):
-    """Loads versions on demand; those in use stay, and of the others the `max_idle` most recently used."""
+    """Loads versions on demand; those in use stay, and of the others the `max_idle` most recently used.
 
-    def __init__(self, load: Callable[[str], Adapter], *, max_idle: int) -> None:
+    One that wasn't used for `idle_s` leaves with the next `tidy`: whoever sampled from it may have vanished.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[str], Adapter],
+        *,
+        max_idle: int,
+        idle_s: float = float("inf"),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`load` is called in another thread; everything else here belongs to the thread that calls it."""
         self._load = load
         self._max_idle = max_idle
+        self._idle_s = idle_s
+        self._clock = clock
+        self._released: dict[str, float] = {}
         self._uses: dict[str, int] = {}
         self._resident: OrderedDict[str, Future[Adapter]] = OrderedDict()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="versions")
@@ -44,6 +58,7 @@ class Versions(Generic[Adapter]):
         if future is None or _failed(future):
             future = self._resident[directory] = self._loader.submit(self._loaded, directory)
         self._resident.move_to_end(directory)
+        self._released.pop(directory, None)
         self._uses[directory] = self._uses.get(directory, 0) + 1
         self._evict()
         return future
@@ -53,7 +68,16 @@ class Versions(Generic[Adapter]):
         self._uses[directory] -= 1
         if not self._uses[directory]:
             del self._uses[directory]
+            self._released[directory] = self._clock()
         self._evict()
+
+    def tidy(self) -> None:
+        """Let go of the versions that nobody has used for a while."""
+        before = self._clock() - self._idle_s
+        for directory in [name for name, at in self._released.items() if at <= before]:
+            if directory not in self._uses:
+                log.info("version %s leaves memory: not used for %.0f s", directory, self._idle_s)
+                self._drop(directory)
 
     @property
     def resident(self) -> tuple[str, ...]:
@@ -77,7 +101,11 @@ class Versions(Generic[Adapter]):
         idle = [directory for directory in self._resident if directory not in self._uses]
         surplus = idle[: max(0, len(idle) - self._max_idle)]
         for directory in [*surplus, *(one for one in idle[len(surplus) :] if _failed(self._resident[one]))]:
-            self._resident.pop(directory).cancel()
+            self._drop(directory)
+
+    def _drop(self, directory: str) -> None:
+        self._resident.pop(directory).cancel()
+        self._released.pop(directory, None)
 
 
 def _failed(future: Future[Adapter]) -> bool:

@@ -13,8 +13,9 @@ from dataclasses import replace
 import click
 import torch
 
+from openrl.tasks import upgrade
 from openrl.tasks.doorbell import Waiter
-from openrl.tasks.errors import OpenRLError
+from openrl.tasks.errors import OpenRLError, OtherVersion
 from openrl.tasks.futures import Completions
 from openrl.tasks.journal import Journal
 from openrl.tasks.ownership import Lease
@@ -29,6 +30,7 @@ from openrl.workers.trainer.device import Device
 from openrl.workers.trainer.engine import TrainerEngine
 from openrl.workers.trainer.recovery import Recovery
 from openrl.workers.trainer.settings import TrainerSettings
+from openrl.workers.trainer.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,11 @@ def main(base: str, name: str) -> None:
     logging.basicConfig(level=store_settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         store = Store.connect(store_settings)
+        upgrade.check(store)
         engine, slug = build(store, store_settings, settings, base=base, name=name)
+    except OtherVersion as other:
+        sys.stderr.write(f"openrl.workers.trainer: {other}\n")
+        sys.exit(2)
     except (OpenRLError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     sys.exit(serve(engine, store=store, family="train", slug=slug, name=name))
@@ -81,6 +87,9 @@ def build(
         new_lease=new_lease,
         device=device,
         recovery=Recovery(loaded, device, journal, base_model=model.name, data_dir=data_dir),
+        snapshots=Snapshots(
+            loaded, journal, base_model=model.name, data_dir=data_dir, at_once=settings.snapshots_at_once
+        ),
         waiter=Waiter(store, completions, worker_id=lambda: name),
         settings=settings,
     )

@@ -25,6 +25,9 @@ from openrl.workers.weights.manifest import Manifest
 
 _SEQ_BITS = 31
 
+FIRST = 1
+"""The `seq_id` of a run's first operation after its creation."""
+
 
 def version(token: int, seq_id: int) -> int:
     """Return what tells this version of a name from every other: the claim's token, then the operation."""
@@ -50,29 +53,24 @@ class Checkpoints:
         else:
             self._draw(run, message)
             result = {"type": "create_model", "model_id": run.run_id}
-        fields = {
-            "state": "ready",
-            "rank": str(run.weights().rank),
-            "train_attn": str(int(run.train_attn)),
-            "train_mlp": str(int(run.train_mlp)),
-            "train_unembed": str(int(run.train_unembed)),
-        }
-        return Outcome(result=_json(result), run_fields=fields)
+        return Outcome(result=_json(result), run_fields={"state": "ready", **_shape(run)})
 
-    def load(self, run: Run, message: LoadWeights) -> Outcome:
+    def load(self, run: Run, message: LoadWeights, seq_id: int) -> Outcome:
         """Replace a run's weights by a checkpoint's, its moments too if asked (else they start anew).
 
-        Pending gradients are dropped: they belong to the weights that are gone.
+        Pending gradients are dropped: they belong to the weights that are gone. A run whose first operation this is
+        takes on the checkpoint's modules: the oldest SDKs create a run from a checkpoint so, and don't know them.
         """
         mine = run.weights()
         state = self._read(message.checkpoint_dir, with_optimizer=message.with_optimizer)
-        if (state.adapter.rank, state.adapter.targets) != (mine.rank, mine.targets):
+        if state.adapter.rank != mine.rank or (seq_id > FIRST and state.adapter.targets != mine.targets):
             raise InvalidRequest(
                 f"the checkpoint has rank {state.adapter.rank} on {len(state.adapter.targets)} modules, this run has "
                 f"rank {mine.rank} on {len(mine.targets)}; create a run from the checkpoint"
             )
         self._adopt(run, state)
-        return Outcome(result=_json({"type": "load_weights", "path": message.checkpoint_path, "model_id": run.run_id}))
+        result = {"type": "load_weights", "path": message.checkpoint_path, "model_id": run.run_id}
+        return Outcome(result=_json(result), run_fields=_shape(run))
 
     def save(self, run: Run, message: SaveWeights, seq_id: int) -> Outcome:
         """Write adapter, moments and step as the training checkpoint of a name."""
@@ -102,6 +100,14 @@ class Checkpoints:
         result = {"type": "save_weights_external", "path": checkpoint.uri, "size_bytes": checkpoint.size_bytes}
         return Outcome(result=_json(result), rows=(checkpoint_row(run.tenant, checkpoint),))
 
+    def discard(self, outcome: Outcome) -> None:
+        """Delete the directories that an outcome's rows name: they won't be registered."""
+        for row in outcome.rows:
+            named = json.loads(row.value)
+            directory = isinstance(named, dict) and (named.get("directory") or named.get("adapter_dir"))
+            if directory:
+                layout.remove(layout.resolve(self._data_dir, directory))
+
     def _save_named(self, run: Run, message: SaveWeightsForSampler, seq_id: int) -> Outcome:
         checkpoint_id = f"sampler_weights/{message.name}"
         self._check_free(run, checkpoint_id, overwrite=message.overwrite)
@@ -114,7 +120,7 @@ class Checkpoints:
     def _save_ephemeral(self, run: Run, message: SaveWeightsForSampler, seq_id: int) -> Outcome:
         session_id, _, number = message.sampler_id.rpartition(":sample:")
         directory = layout.ephemeral_dir(run.tenant, run.run_id, int(number), version(run.token, seq_id))
-        self._write(directory, run, states.SAMPLER)
+        written = self._write(directory, run, states.SAMPLER)
         sampler = Sampler(
             sampler_id=message.sampler_id,
             session_id=session_id,
@@ -124,6 +130,7 @@ class Checkpoints:
             run_id=run.run_id,
             created=time.time(),
             base_digest=self._loaded.digest,
+            size_bytes=written.size_bytes,
         )
         result = {"type": "save_weights_for_sampler", "sampling_session_id": message.sampler_id}
         return Outcome(result=_json(result), rows=sampler_row(run.tenant, sampler))
@@ -193,6 +200,16 @@ class Checkpoints:
             user_metadata=dict(message.user_metadata),
             base_digest=self._loaded.digest,
         )
+
+
+def _shape(run: Run) -> dict[str, str]:
+    """Return what the registry says of a run's adapter."""
+    return {
+        "rank": str(run.weights().rank),
+        "train_attn": str(int(run.train_attn)),
+        "train_mlp": str(int(run.train_mlp)),
+        "train_unembed": str(int(run.train_unembed)),
+    }
 
 
 def _json(value: dict[str, Any]) -> bytes:

@@ -77,6 +77,10 @@ class Device:
             outcomes += self._forwards(neighbours) if is_packed else map(self._single, neighbours)
         return outcomes
 
+    def discard(self, outcome: Outcome) -> None:
+        """Delete what an operation wrote that can't be registered."""
+        self._checkpoints.discard(outcome)
+
     # one at a time
 
     def _single(self, work: Work) -> Outcome:
@@ -106,7 +110,7 @@ class Device:
         if isinstance(message, SaveWeightsExternal):
             return self._checkpoints.save_external(run, message, work.seq_id)
         if isinstance(message, LoadWeights):
-            return self._checkpoints.load(run, message)
+            return self._checkpoints.load(run, message, work.seq_id)
         raise InvalidRequest(f"a trainer doesn't carry out {work.kind!r}")
 
     # forwards, together

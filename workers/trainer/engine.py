@@ -16,18 +16,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from openrl.tasks.doorbell import Waiter
-from openrl.tasks.errors import InvalidRequest, OpenRLError, StaleOwner, StoreFault, StoreUnavailable
+from openrl.tasks.errors import InvalidRequest, QuotaExceeded, StaleOwner, StoreFault, StoreUnavailable
 from openrl.tasks.journal import Journal, Operation, Outcome, Slice
 from openrl.tasks.messages import CreateModel, ForwardBackward, LoadWeights, Message, OptimStep, decode
-from openrl.tasks.operations import MISSING, REFUSED
+from openrl.tasks.operations import MISSING, REFUSED, Usage
 from openrl.tasks.ownership import Lease
 from openrl.tasks.process import Streak
 from openrl.workers.trainer.device import Device
+from openrl.workers.trainer.holdings import Holdings
 from openrl.workers.trainer.passes import Chosen, Pending, Planner, Queue
 from openrl.workers.trainer.recovery import Recovery
-from openrl.workers.trainer.residents import Key, Residents
+from openrl.workers.trainer.residents import Key
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.settings import TrainerSettings
+from openrl.workers.trainer.snapshots import Snapshots
 from openrl.workers.trainer.work import Work, broken, failed
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class TrainerEngine:
         new_lease: Callable[[], Lease],
         device: Device,
         recovery: Recovery,
+        snapshots: Snapshots,
         waiter: Waiter,
         settings: TrainerSettings,
         streak: Streak | None = None,
@@ -72,16 +75,18 @@ class TrainerEngine:
         self._lease = lease
         self._state = ""
         self._device = device
-        self._recovery = recovery
         self._waiter = waiter
         self._settings = settings
         self._streak = streak or Streak()
-        self._planner = Planner(token_budget=settings.token_budget)
-        self._residents = Residents(settings)
+        self._planner = Planner(token_budget=settings.token_budget, runs_per_pass=settings.runs_per_pass)
+        self._holdings = Holdings(slug=slug, journal=journal, recovery=recovery, snapshots=snapshots, settings=settings)
+        self._residents = self._holdings.residents
         self._doubtful: dict[Key, Doubt] = {}
         self._bell = threading.Event()
         self._stopping = threading.Event()
         self._store_is_down = False
+        self._has_more = False
+        """Whether the last turn left something, so that another has to follow it. What comes later rings."""
         self._thread = threading.Thread(target=self._loop, name="trainer-engine", daemon=True)
 
     def start(self) -> None:
@@ -93,9 +98,14 @@ class TrainerEngine:
         """Look now: something was submitted."""
         self._bell.set()
 
+    def knows(self, tenant: str, request_id: str) -> bool:
+        """Tell whether the journal has already offered the operation here."""
+        run_id, _, seq = request_id.rpartition(":")
+        return self._holdings.knows((tenant, run_id), int(seq))
+
     def wait_for(self, tenant: str, request_id: str) -> None:
         """Wait until the operation has taken effect, as long as that costs nobody anything."""
-        self._waiter.wait_for(tenant, request_id)
+        self._waiter.wait_for(tenant, request_id, is_next=self.knows(tenant, request_id))
 
     def release_waiters(self) -> None:
         """Let every `wait_for` return."""
@@ -115,7 +125,7 @@ class TrainerEngine:
     def _loop(self) -> None:
         while not self._stopping.is_set():
             self._bell.clear()
-            if not self._guarded(self.turn):
+            if not (self._guarded(self.turn) and self._has_more):
                 self._say("ready")
                 self._bell.wait(self._settings.poll_s)
         self._guarded(self.hand_back_all)
@@ -147,12 +157,22 @@ class TrainerEngine:
             self._slug,
             self._lease,
             max_runs=self._settings.max_runs,
+            max_ops_per_run=self._settings.max_operations,
         )
+        self._holdings.note_offered(slices)
         ready = [each for each in slices if not self._pauses(each)]
         progressed = any(self._alone(each) for each in ready if each.crashes)  # one of them in each turn
         progressed |= self._serve([each for each in ready if not each.crashes])
-        self._make_room({(each.tenant, each.run_id) for each in slices})
+        waiting = {(each.tenant, each.run_id) for each in slices}
+        self._has_more = len(slices) == self._settings.max_runs or any(self._left(each) for each in ready)
+        self._holdings.let_go(waiting, self._lease)
         return progressed
+
+    def _left(self, each: Slice) -> bool:
+        """Tell whether a slice, or what may have been cut off behind it, is still to be carried out."""
+        run = self._residents.get((each.tenant, each.run_id))
+        last = each.operations[-1].seq_id
+        return run is None or run.applied < last or len(each.operations) == self._settings.max_operations
 
     def _alone(self, each: Slice) -> bool:
         """Carry out the first operation of a run whose owner died, by itself: if it kills again, it is the guilty one.
@@ -245,7 +265,7 @@ class TrainerEngine:
         except Exception as error:
             outcomes = [self._broken(work, error) for work in works]
         seconds = time.monotonic() - began
-        committed = self._commit_all(works, operations, outcomes)
+        committed = self._commit_all(works, operations, _measured(operations, outcomes, seconds))
         log.info(
             "pass: %d runs, %d operations (%s), %d tokens, %.0f ms",
             len({work.run.key for work in works}),
@@ -272,7 +292,7 @@ class TrainerEngine:
         finally:
             for work in works[len(committed) :]:
                 if work.run.applied < work.seq_id and self._residents.holds(work.run):
-                    self._forget(work.run.key)
+                    self._holdings.drop(work.run.key)
         return committed
 
     def _work(self, operation: Operation, message: Message) -> Work:
@@ -290,22 +310,13 @@ class TrainerEngine:
 
     def _resident(self, each: Slice) -> Run | None:
         """Return the run of a slice as the journal has it, rebuilt if need be; None if that isn't possible now."""
-        key = (each.tenant, each.run_id)
-        run = self._residents.get(key)
-        if run is not None and (run.token, run.applied) == (each.token, each.applied):
-            return run
-        if run is not None:
-            log.warning("run %s is at %d here and at %d in the store", each.run_id, run.applied, each.applied)
-            self._forget(key)
         try:
-            run = self._recovery.restore(each.tenant, each.run_id, token=each.token, applied=each.applied)
+            return self._holdings.take_up(each)
         except (StoreUnavailable, StaleOwner):
             raise
         except Exception as error:  # it costs this run alone, whatever it is
             self._doubt(each.operations[0], each.token, error)
             return None
-        self._residents.add(run)
-        return run
 
     def _pauses(self, each: Slice) -> bool:
         """Tell whether a run is left alone for now, because it could not be rebuilt."""
@@ -318,7 +329,7 @@ class TrainerEngine:
         After some tries its next operation is failed; so is one more with each further try.
         """
         key = (operation.tenant, operation.run_id)
-        self._forget(key)
+        self._holdings.drop(key)
         doubt = self._doubtful.setdefault(key, Doubt())
         pause_s = self._settings.doubt_s * 2 ** min(doubt.tries, 4)
         doubt.tries, doubt.until = doubt.tries + 1, time.monotonic() + pause_s
@@ -330,7 +341,7 @@ class TrainerEngine:
 
     def _give_up(self, operation: Operation, token: int, outcome: Outcome) -> bool:
         """Fail the next operation of a run without its state, which is rebuilt as recorded when it is needed."""
-        self._forget((operation.tenant, operation.run_id))
+        self._holdings.drop((operation.tenant, operation.run_id))
         try:
             self._journal.commit(self._lease, operation, _told(operation, outcome), token=token)
         except (StaleOwner, StoreFault) as refusal:
@@ -371,15 +382,18 @@ class TrainerEngine:
             except StoreUnavailable as error:
                 self._note_store_down(error)
                 if self._stopping.wait(RETRY_S) or self._lease.lost:
-                    self._forget(run.key)
+                    self._holdings.drop(run.key)
                     return False
             except StaleOwner:
                 log.warning("run %s has passed to another worker; dropped", run.run_id)
-                self._forget(run.key)
+                self._holdings.drop(run.key)
                 return False
             except StoreFault as fault:
                 self._doubt(operation, run.token, fault)
                 return False
+            except QuotaExceeded as over:  # a save, which leaves the run as it was
+                self._device.discard(outcome)
+                outcome = failed(operation.request_id, over)
             except OSError as error:  # no room for the result's file
                 if outcome.error is not None:
                     raise
@@ -387,64 +401,33 @@ class TrainerEngine:
                 as_recorded = False
         run.applied = operation.seq_id
         self._doubtful.pop(run.key, None)
-        self._residents.note(run, operation.size)
+        self._residents.note(run, operation.size, outcome.usage.seconds)
         if not as_recorded:
-            self._forget(run.key)
+            self._holdings.drop(run.key)
         return as_recorded
 
     def _after(self, work: Work, outcome: Outcome) -> None:
-        """Write a recovery snapshot where one is due: after a load, and when enough has built up with no gradient."""
+        """Save the run: at once after a load, else when that is due."""
         message, run = work.message, work.run
         if run.adapter is None or not self._residents.holds(run) or run.applied != work.seq_id:
             return
         loaded = isinstance(message, LoadWeights) or (isinstance(message, CreateModel) and bool(message.checkpoint_dir))
-        if (loaded and outcome.error is None) or (run.gradient is None and self._residents.snapshot_due(run)):
-            self._snapshot(run)
+        if loaded and outcome.error is None:
+            self._holdings.save(run, self._lease)
+        else:
+            self._holdings.save_if_due(run, self._lease)
 
-    def _snapshot(self, run: Run) -> bool:
-        """Write a recovery snapshot. False: the disk refused or the run is another's; the journal still has all."""
-        try:
-            self._recovery.snapshot(run, self._lease)
-        except StoreUnavailable:
-            raise
-        except (OpenRLError, OSError) as error:
-            log.error("no recovery snapshot of run %s: %s", run.run_id, error)
-            return False
-        finally:
-            if self._residents.holds(run):
-                self._residents.note_saved(run)
-        return True
-
-    # letting go
+    # starting over, stopping
 
     def hand_back_all(self) -> bool:
         """Write out and release every run, as many as the time for stopping allows."""
-        deadline = time.monotonic() + self._settings.stop_s
-        for run in self._residents:
-            if time.monotonic() > deadline:
-                log.warning("no time to hand back %d runs; takeover rebuilds them", len(self._residents))
-                break
-            self._hand_back(run)
+        self._holdings.hand_back_all(self._lease)
         return False
-
-    def _hand_back(self, run: Run) -> None:
-        if not run.changed or self._snapshot(run):
-            self._journal.release(self._lease, run.tenant, run.run_id, run.token)
-        self._forget(run.key)
-
-    def _make_room(self, waiting: set[Key]) -> None:
-        for run in self._residents.surplus(waiting):
-            log.info("handing back run %s: idle", run.run_id)
-            self._hand_back(run)
-
-    def _forget(self, key: Key) -> None:
-        """Drop a run's device state."""
-        self._residents.drop(key)
 
     def _start_over(self, reason: StaleOwner) -> None:
         """Drop every run: this process owned nothing for a while. A new lease is a new owner."""
         log.warning("%s; dropping %d runs and starting over", reason, len(self._residents))
-        self._residents.clear()
+        self._holdings.drop_all()
         if not self._stopping.is_set():
             self._guarded(self._renew)
 
@@ -479,6 +462,17 @@ def _decoded(operation: Operation, body: bytes | OSError) -> Message:
     if isinstance(body, OSError):
         raise body
     return decode(operation.kind, body)
+
+
+def _measured(operations: Sequence[Operation], outcomes: Sequence[Outcome], seconds: float) -> list[Outcome]:
+    """Share the seconds of a pass by the tokens of its operations; evenly where they have none."""
+    costs = [operation.tokens for operation in operations]
+    if not any(costs):
+        costs = [1] * len(costs)
+    return [
+        replace(outcome, usage=Usage(seconds=seconds * cost / sum(costs)))
+        for outcome, cost in zip(outcomes, costs, strict=True)
+    ]
 
 
 def _told(operation: Operation, outcome: Outcome) -> Outcome:

@@ -2,7 +2,8 @@
 
 Knows lists of tensors, not adapters. A step either happens as a whole or changes nothing: all new
 values are made, checked and only then written. Parameters, moments and gradients are float32; norms are
-summed in float64. After Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization".
+summed in float64. Computes on vectors of all `N` values: one operation for each of many small tensors would
+cost twice as much. After Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization".
 """
 
 from __future__ import annotations
@@ -29,17 +30,32 @@ class Moments:
 
 def is_finite(tensors: Sequence[Tensor]) -> bool:
     """Tell whether no value is NaN or infinite."""
-    return not tensors or bool(_flat(tensors).isfinite().all())
+    return not tensors or _all_finite(_flat(tensors))
 
 
 def global_norm(tensors: Sequence[Tensor]) -> float:
     """Return the 2-norm over all tensors, in float64, so that no square overflows."""
-    return float(torch.linalg.vector_norm(_flat(tensors), dtype=torch.float64))
+    return _norm(_flat(tensors))
+
+
+def _norm(values_N: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values_N, dtype=torch.float64))
+
+
+def _all_finite(values_N: Tensor) -> bool:
+    """A NaN is both the least and the largest value; one pass, where `isfinite` takes four."""
+    return bool(torch.stack(values_N.aminmax()).isfinite().all())
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Copy all values into one vector: one operation over it costs less than one for each of many small tensors."""
+    """Copy all values into one vector."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _cut(values_N: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return the vector in the shapes that it was made of, without a copy."""
+    parts = values_N.split([tensor.numel() for tensor in like])
+    return [part.view_as(tensor) for part, tensor in zip(parts, like, strict=True)]
 
 
 @torch.no_grad()
@@ -53,23 +69,24 @@ def adamw_step(
     Raises:
         InvalidRequest: the gradient or the step isn't finite; nothing was changed.
     """
-    params, grads = list(parameters), list(gradients)
-    grad_norm = global_norm(grads)
+    params_N, grads_N = _flat(parameters), _flat(gradients)
+    grad_norm = _norm(grads_N)
     if not math.isfinite(grad_norm):
         raise InvalidRequest(f"the gradient norm is not finite ({grad_norm}); the step was refused")
     is_clipped = 0.0 < hyper.grad_clip_norm < grad_norm
     if is_clipped:
-        grads = list(torch._foreach_mul(grads, hyper.grad_clip_norm / grad_norm))
-    new_avg, new_avg_sq = _new_moments(grads, moments, hyper)
-    new_params = _new_parameters(params, new_avg, new_avg_sq, moments.step + 1, hyper)
-    update_norm = global_norm(torch._foreach_sub(new_params, params))
-    if not math.isfinite(update_norm) or not is_finite(new_avg_sq):
+        grads_N *= hyper.grad_clip_norm / grad_norm
+    avg_N, avg_sq_N = _new_moments(grads_N, moments, hyper)
+    new_N = _new_parameters(params_N, avg_N, avg_sq_N, moments.step + 1, hyper)
+    update_norm = _norm(new_N - params_N)
+    if not math.isfinite(update_norm) or not _all_finite(avg_sq_N):
         raise InvalidRequest(
             f"the step is not finite (update norm {update_norm}, gradient norm {grad_norm}, "
             f"learning_rate {hyper.learning_rate}); it was refused"
         )
-    torch._foreach_copy_(params, new_params)
-    moments.exp_avg, moments.exp_avg_sq, moments.step = new_avg, new_avg_sq, moments.step + 1
+    torch._foreach_copy_(list(parameters), _cut(new_N, parameters))
+    moments.exp_avg, moments.exp_avg_sq = _cut(avg_N, parameters), _cut(avg_sq_N, parameters)
+    moments.step += 1
     return {
         "grad_norm": grad_norm,
         "clipped": float(is_clipped),
@@ -79,28 +96,21 @@ def adamw_step(
     }
 
 
-def _new_moments(grads: list[Tensor], moments: Moments, hyper: OptimStep) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the moments after this gradient, as new tensors."""
-    old_avg = moments.exp_avg or [torch.zeros_like(grad) for grad in grads]
-    old_avg_sq = moments.exp_avg_sq or [torch.zeros_like(grad) for grad in grads]
-    avg = torch._foreach_lerp(old_avg, grads, 1.0 - hyper.beta1)
-    avg_sq = torch._foreach_mul(old_avg_sq, hyper.beta2)
-    torch._foreach_addcmul_(avg_sq, grads, grads, 1.0 - hyper.beta2)
-    return list(avg), list(avg_sq)
+def _new_moments(grads_N: Tensor, moments: Moments, hyper: OptimStep) -> tuple[Tensor, Tensor]:
+    """Return the moments after this gradient, as new vectors."""
+    avg_N = _flat(moments.exp_avg) if moments.exp_avg else torch.zeros_like(grads_N)
+    avg_sq_N = _flat(moments.exp_avg_sq) if moments.exp_avg_sq else torch.zeros_like(grads_N)
+    avg_N.lerp_(grads_N, 1.0 - hyper.beta1)
+    avg_sq_N.mul_(hyper.beta2).addcmul_(grads_N, grads_N, value=1.0 - hyper.beta2)
+    return avg_N, avg_sq_N
 
 
-def _new_parameters(
-    params: list[Tensor], avg: list[Tensor], avg_sq: list[Tensor], step: int, hyper: OptimStep
-) -> list[Tensor]:
-    """Return the parameters after step number `step`, as new tensors."""
+def _new_parameters(params_N: Tensor, avg_N: Tensor, avg_sq_N: Tensor, step: int, hyper: OptimStep) -> Tensor:
+    """Return the parameters after step number `step`, as a new vector."""
     correction1 = 1.0 - hyper.beta1**step
     correction2 = 1.0 - hyper.beta2**step
     scale, decay = hyper.learning_rate / correction1, 1.0 - hyper.learning_rate * hyper.weight_decay
     if max(abs(scale), abs(decay)) > torch.finfo(torch.float32).max:
         raise InvalidRequest(f"learning_rate {hyper.learning_rate} leaves the range of float32; the step was refused")
-    denominators = torch._foreach_sqrt(avg_sq)
-    torch._foreach_div_(denominators, math.sqrt(correction2))
-    torch._foreach_add_(denominators, hyper.eps)
-    decayed = torch._foreach_mul(params, decay)
-    torch._foreach_addcdiv_(decayed, avg, denominators, -scale)
-    return list(decayed)
+    denominators_N = avg_sq_N.sqrt().div_(math.sqrt(correction2)).add_(hyper.eps)
+    return (params_N * decay).addcdiv_(avg_N, denominators_N, value=-scale)

@@ -75,8 +75,10 @@ class Pass:
 class Planner:
     """Plans one pass after the other and remembers who has had how much."""
 
-    def __init__(self, *, token_budget: int) -> None:
+    def __init__(self, *, token_budget: int, runs_per_pass: int = 0) -> None:
+        """`runs_per_pass`: the most runs that share a forward; 0 means however many the budget has room for."""
         self._budget = token_budget
+        self._most_runs = runs_per_pass
         self._tenants = DeficitRoundRobin(quantum=token_budget)
         self._runs = DeficitRoundRobin(quantum=token_budget)
 
@@ -86,7 +88,7 @@ class Planner:
         A pass holds at most the token budget, or one operation that is larger by itself.
         """
         parts = [part for queue in queues if (part := _Part(queue)).left]
-        alone = sum(part.packed for part in parts) == 1
+        alone = self._most_runs == 1 or sum(part.packed for part in parts) == 1
         for part in parts:
             part.limit = 1 if alone and part.packed else None
         self._tenants.forget_idle({part.queue.tenant for part in parts})
@@ -101,6 +103,7 @@ class Planner:
     def _pick(self, parts: list[_Part]) -> Iterator[tuple[_Part, Pending]]:
         """Yield operations in fair order until the next one in line doesn't fit."""
         room = self._budget
+        sharing: set[str] = set()
         while parts:
             tenant = self._tenants.next(list(dict.fromkeys(part.queue.tenant for part in parts)))
             of_tenant = {part.name: part for part in parts if part.queue.tenant == tenant}
@@ -113,7 +116,10 @@ class Planner:
             self._tenants.charge(tenant, cost)
             self._runs.charge(part.name, cost)
             yield part, operation
-            parts = [part for part in parts if part.left]
+            if part.packed:
+                sharing.add(part.name)
+            full = 0 < self._most_runs <= len(sharing)
+            parts = [part for part in parts if part.left and not (full and part.packed and part.name not in sharing)]
 
 
 class _Part:

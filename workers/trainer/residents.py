@@ -17,12 +17,13 @@ Key = tuple[str, str]
 
 @dataclass(slots=True, kw_only=True)
 class Resident:
-    """A run, and what has happened since it was last used or saved. Times are monotonic seconds."""
+    """A run, and what has happened since it was last used (monotonic seconds) and since it was last saved."""
 
     run: Run
     used: float
-    saved: float
     operations: int = 0
+    worked: float = 0.0
+    """Seconds that those operations took to carry out."""
     journal_bytes: int = 0
     memory_bytes: int = 0
 
@@ -50,10 +51,9 @@ class Residents:
         """Tell whether this very object is resident: a run that was dropped and rebuilt is another."""
         return self.get(run.key) is run
 
-    def add(self, run: Run) -> None:
-        """Make a run resident."""
-        now = self._clock()
-        self._residents[run.key] = Resident(run=run, used=now, saved=now, memory_bytes=run.size_bytes)
+    def add(self, run: Run, *, worked: float = 0.0) -> None:
+        """Make a run resident; `worked`: the seconds that it took to rebuild it, and would take again."""
+        self._residents[run.key] = Resident(run=run, used=self._clock(), worked=worked, memory_bytes=run.size_bytes)
 
     def drop(self, key: Key) -> None:
         """Forget a run and so free its memory; one that isn't here is fine."""
@@ -63,26 +63,27 @@ class Residents:
         """Forget all."""
         self._residents.clear()
 
-    def note(self, run: Run, body_bytes: int) -> None:
-        """Note one committed operation and the size of its body."""
+    def note(self, run: Run, body_bytes: int, seconds: float) -> None:
+        """Note one committed operation, the size of its body and how long it took to carry out."""
         resident = self._residents[run.key]
         resident.used = self._clock()
         resident.operations += 1
         resident.journal_bytes += body_bytes
+        resident.worked += seconds
         resident.memory_bytes = run.size_bytes
 
     def note_saved(self, run: Run) -> None:
         """Note that a snapshot was written, or tried: the next one is due after as much again."""
         resident = self._residents[run.key]
-        resident.saved, resident.operations, resident.journal_bytes = self._clock(), 0, 0
+        resident.operations, resident.journal_bytes, resident.worked = 0, 0, 0.0
 
     def snapshot_due(self, run: Run) -> bool:
-        """Tell whether enough has built up behind the last snapshot."""
+        """Tell whether enough has built up behind the last snapshot, and whether another one may cost so much."""
         resident, settings = self._residents[run.key], self._settings
-        return resident.operations > 0 and (
+        return run.snapshot_s <= settings.snapshot_share * resident.worked and (
             resident.operations >= settings.snapshot_operations
             or resident.journal_bytes >= settings.snapshot_bytes
-            or self._clock() - resident.saved >= settings.snapshot_s
+            or resident.worked >= settings.snapshot_s
         )
 
     def surplus(self, waiting: Collection[Key]) -> list[Run]:

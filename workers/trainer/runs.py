@@ -7,7 +7,7 @@ exactly once. Knows nothing of the store, of files, or of how a gradient is comp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ class Run:
     """Why the gradient since the last optim_step doesn't count; empty: it counts."""
     changed: bool = False
     """Whether it differs from its last recovery snapshot, or from its creation by seed."""
+    snapshot_s: float = 0.0
+    """How long its last recovery snapshot took, in seconds."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -58,6 +60,20 @@ class Run:
         parameters = self.adapter.parameters() if self.adapter is not None else []
         tensors = [*parameters, *self.moments.exp_avg, *self.moments.exp_avg_sq, *(self.gradient or [])]
         return sum(tensor.nbytes for tensor in tensors)
+
+    def copy(self) -> Run:
+        """Return the run as it is now, on tensors of its own: what it does next doesn't show there."""
+        adapter, moments, gradient = self.adapter, self.moments, self.gradient
+        if adapter is not None:
+            factors = {name: (_copied(a), _copied(b)) for name, (a, b) in adapter.weights.items()}
+            adapter = replace(adapter, weights=factors)
+        moments = Moments(
+            exp_avg=[_copied(tensor) for tensor in moments.exp_avg],
+            exp_avg_sq=[_copied(tensor) for tensor in moments.exp_avg_sq],
+            step=moments.step,
+        )
+        gradient = gradient and [_copied(tensor) for tensor in gradient]
+        return replace(self, adapter=adapter, moments=moments, gradient=gradient)
 
     def weights(self) -> Adapter:
         """Return the adapter.
@@ -107,3 +123,7 @@ class Run:
         if gradient is None:
             raise InvalidRequest("no step was taken: nothing was accumulated; send a forward_backward first")
         return adamw_step(adapter.parameters(), gradient, self.moments, hyper)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()

@@ -9,6 +9,8 @@ from typing import Self
 
 PREFIX = "OPENRL_TRAINER_"
 
+_MAY_BE_0 = ("torch_threads", "token_budget", "runs_per_pass")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
@@ -36,6 +38,10 @@ class TrainerSettings:
     doubt_s: float = 5.0
     """Pause before rebuilding again a run that couldn't be rebuilt, in seconds; it doubles four times."""
 
+    runs_per_pass: int = 0
+    """Runs that share one forward and backward at most; 0: as many as the budget has room for. With 1 a run's weights
+    don't depend, not by a bit, on who else trains; passes are smaller and dearer."""
+
     snapshot_operations: int = 256
     """A recovery snapshot follows after this many operations, once no gradient is pending: bounds what a takeover
     repeats."""
@@ -43,8 +49,18 @@ class TrainerSettings:
     snapshot_bytes: int = 256 << 20
     """... or after this many bytes of operations: bounds what the journal keeps."""
 
-    snapshot_s: float = 300.0
-    """... or after this long, in seconds. A snapshot writes about four times the adapter."""
+    snapshot_s: float = 5.0
+    """... or after operations that took this long to carry out, in seconds: so long does a takeover repeat."""
+
+    snapshot_share: float = 0.04
+    """... but not before the last one's time is this share of that, whatever else is due: bounds what snapshots cost.
+
+    A snapshot writes three times the adapter; a large one on a slow disk comes rarely, and a takeover repeats more.
+    """
+
+    snapshots_at_once: int = 1
+    """Snapshots that are written beside the training at the same time. Each holds a copy of adapter and moments in
+    memory; what is due meanwhile waits for its turn."""
 
     resident_bytes: int = 8 << 30
     """Above this, runs that nothing waits for are handed back, longest idle first."""
@@ -58,7 +74,7 @@ class TrainerSettings:
     def __post_init__(self) -> None:
         """Refuse what makes no sense before anything is loaded."""
         for spec in fields(self):
-            least = 0 if spec.name in ("torch_threads", "token_budget") else 1 if spec.type == "int" else 1e-3
+            least = 0 if spec.name in _MAY_BE_0 else 1 if spec.type == "int" else 1e-3
             value = getattr(self, spec.name)
             if not least <= value < float("inf"):
                 raise ValueError(f"{_variable(spec.name)} must be at least {least}, not {value}")

@@ -8,7 +8,11 @@ Axes: `R` rank, `I` inputs and `O` outputs of a module. Factors are float32, in 
 Safetensors and JSON are the only formats; nothing is unpickled.
 """
 
+import errno
 import json
+import math
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,9 +186,18 @@ def load_adapter(directory: Path, base: Base, *, trainable: bool = False) -> Ada
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write float32 tensors to one safetensors file (adapter, moments or gradients)."""
+    """Write float32 tensors to one safetensors file (adapter, moments or gradients).
+
+    Raises:
+        OSError: the disk refused, and why.
+    """
     ready = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
-    save_file(ready, path, metadata={"format": "pt"})
+    try:
+        save_file(ready, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # which hides an OSError in its text
+        number = re.search(r"os error (\d+)", str(error))
+        code = int(number[1]) if number else errno.EIO
+        raise OSError(code, os.strerror(code), str(path)) from error
 
 
 def load_tensors(path: Path, expected: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
@@ -207,9 +220,14 @@ def load_tensors(path: Path, expected: Mapping[str, Sequence[int]]) -> dict[str,
             raise InvalidRequest(f"{what}: {name} has shape {tuple(found.shape)}, the run needs {tuple(shape)}")
         if found.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise InvalidRequest(f"{what}: {name} has type {found.dtype}, which is no float of 16 or 32 bits")
-        if not bool(torch.isfinite(found).all()):
+        if not _is_finite(found):
             raise InvalidRequest(f"{what}: {name} holds a number that is not finite")
     return {name: tensors[name].float() for name in expected}
+
+
+def _is_finite(values: Tensor) -> bool:
+    """A NaN is both the least and the largest value; one pass, where `isfinite` takes four."""
+    return values.numel() == 0 or all(math.isfinite(end) for end in values.aminmax())
 
 
 def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:

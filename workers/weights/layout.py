@@ -9,10 +9,12 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from openrl.tasks import keys
+from openrl.tasks.boundaries import reach
 from openrl.tasks.errors import InvalidRequest, NotFound
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,14 @@ def external_dir(tenant: str, run_id: str, name: str, token: int) -> str:
 def snapshot_dir(tenant: str, run_id: str, applied: int, token: int) -> str:
     """A recovery snapshot of everything the run is after operation `applied`."""
     return f"{run_dir(tenant, run_id)}/snapshots/{int(applied)}.{int(token)}"
+
+
+def copy_dir(tenant: str, run_id: str, checkpoint_id: str, token: int) -> str:
+    """A copy of a checkpoint, under the same segment and name in another run."""
+    segment, _, name = checkpoint_id.partition("/")
+    if segment not in _SEGMENTS:
+        raise InvalidRequest(f"{checkpoint_id!r} is no checkpoint's name; it is <segment>/<name>")
+    return f"{run_dir(tenant, run_id)}/{segment}/{_version(name, token)}"
 
 
 def resolve(data_dir: str | Path, relative: str) -> Path:
@@ -121,15 +131,37 @@ def publish(staged: Path, final: Path) -> Path:
     Raises:
         FileExistsError: `final` is already there; versions are never replaced. The staged directory stays.
     """
-    for folder, _, files in os.walk(staged):
-        for name in files:
-            _fsync(Path(folder) / name)
-        _fsync(Path(folder))
+    filled = [Path(folder) / name for folder, _, files in os.walk(staged) for name in (*files, "")]
+    _fsync_all([*filled, *_above(final.parent)])
     if final.exists():
         raise FileExistsError(f"version {final.name!r} was already published; versions are never replaced")
+    reach("weights.staged")
     staged.rename(final)
-    _fsync_upwards(final.parent)
+    reach("weights.renamed")
+    _fsync(final.parent)
     return final
+
+
+def link(source: Path, final: Path) -> None:
+    """Make `final` a version with the files of `source`, which no more bytes are spent on where the disk allows it.
+
+    Versions never change, so two may share their files; each is there until the last of both is removed. Durable when
+    this returns; until a row names it, `final` counts for nothing, however much of it is there.
+
+    Raises:
+        FileNotFoundError: the source is being removed.
+    """
+    final.mkdir(parents=True)
+    for path in sorted(source.iterdir()):
+        try:
+            os.link(path, final / path.name)
+        except FileNotFoundError:
+            raise
+        except OSError:  # a file system without hard links
+            shutil.copyfile(path, final / path.name)
+            _fsync(final / path.name)
+    for path in (final, final.parent, *_above(final.parent)):
+        _fsync(path)
 
 
 def remove(directory: Path) -> None:
@@ -151,10 +183,15 @@ def _version(name: str, token: int) -> str:
     return f"{name}.{int(token)}"
 
 
-def _fsync_upwards(directory: Path) -> None:
-    """The directory and the few above it: any of them may have been made for this version."""
-    for path in [directory, *list(directory.parents)[:5]]:
-        _fsync(path)
+def _above(directory: Path) -> list[Path]:
+    """Return the few directories above one: any on the way down from them may have been made for this version."""
+    return list(directory.parents)[:5]
+
+
+def _fsync_all(paths: Sequence[Path]) -> None:
+    """Bring all to the disk at the same time: the file system writes its journal once, not once for each."""
+    with ThreadPoolExecutor(len(paths), thread_name_prefix="fsync") as pool:
+        list(pool.map(_fsync, paths))
 
 
 def _fsync(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a directory of weights says about itself: `manifest.json`, schema 1.
+"""What a directory of weights says about itself: `manifest.json`.
 
 Names the base, the shape of the adapter and the step, and holds the SHA-256 digest and size of every other
 file, so that a torn or altered directory is refused before a tensor is read. Without torch.
@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from openrl.tasks.errors import InvalidRequest
+from openrl.tasks.errors import InvalidRequest, OtherVersion
+from openrl.tasks.schema import MANIFEST
 
-SCHEMA = 1
 FILENAME = "manifest.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """One directory of weights; `files` and `schema` are filled in by `write`."""
+    """One directory of weights; `files` is filled in by `write`."""
 
     kind: str
     """training, sampler, external or snapshot."""
@@ -42,7 +42,6 @@ class Manifest:
     """What its writer alone reads back (JSON values)."""
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """File name -> {"sha256", "size_bytes"}."""
-    schema: int = SCHEMA
 
     @property
     def size_bytes(self) -> int:
@@ -69,13 +68,13 @@ def read(directory: Path) -> Manifest:
         values = json.loads((directory / FILENAME).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"weights {directory.name!r} have no readable {FILENAME}") from error
-    schema = values.get("schema") if isinstance(values, dict) else None
-    if schema != SCHEMA:
-        raise InvalidRequest(f"weights {directory.name!r} have manifest schema {schema!r}; this service reads {SCHEMA}")
     known = {item.name for item in fields(Manifest)}
     try:
+        values = MANIFEST.current(values)
         manifest = Manifest(**{key: value for key, value in values.items() if key in known})
         return replace(manifest, targets=tuple(manifest.targets), files=dict(manifest.files))
+    except OtherVersion as other:
+        raise InvalidRequest(f"weights {directory.name!r} can't be read: {other}") from other
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{FILENAME} of weights {directory.name!r} has a wrong field: {error}") from error
 
@@ -98,7 +97,7 @@ def verify(directory: Path) -> Manifest:
 
 
 def _values(manifest: Manifest) -> dict[str, Any]:
-    return {**asdict(manifest), "targets": list(manifest.targets)}
+    return MANIFEST.numbered({**asdict(manifest), "targets": list(manifest.targets)})
 
 
 def _entry(path: Path) -> dict[str, Any]:

@@ -1,0 +1,126 @@
+"""A run that its client unloads leaves memory and goes on with the same bits; others' weights are loaded like own."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+
+from openrl.scheduler.retention import retain
+from openrl.scheduler.settings import SchedulerSettings
+from openrl.scheduler.sweep import sweep_dropped
+from openrl.tasks.errors import NotFound
+from openrl.tasks.messages import CreateModel, LoadWeights, OptimStep, SaveWeights, SaveWeightsForSampler
+from openrl.workers.weights import layout
+from tests.trainer.bench import forward_backward
+from tests.trainer.test_device import bits
+
+TRAINING = (forward_backward(seed=1), OptimStep(learning_rate=0.01), forward_backward(seed=2))
+
+
+def result(service, trainer, client, promise) -> dict:
+    """Let the trainer work until the promise is kept."""
+    while (future := service.futures.get(client.tenant, promise.request_id)).state == "pending":
+        trainer.spin()
+    return json.loads(future.result)
+
+
+def test_an_unloaded_run_is_out_of_memory_and_goes_on_bit_by_bit_with_its_pending_gradient(service):
+    trainer = service.trainer(poll_s=0.001)
+    steady, unloaded = service.client(), service.client()
+    for client in (steady, unloaded):
+        for message in TRAINING:
+            client.submit(message)
+            trainer.spin()
+    promise = service.journal.unload("t", unloaded.run_id)
+    assert result(service, trainer, unloaded, promise) == {"type": "unload_model", "model_id": unloaded.run_id}
+    with pytest.raises(AssertionError):
+        trainer.resident(unloaded)
+    assert trainer.resident(steady) is not None
+    for client in (steady, unloaded):
+        client.submit(OptimStep(learning_rate=0.01))
+        trainer.spin()
+    assert unloaded.states() == "ddddd"
+    assert bits(trainer.resident(unloaded)) == bits(trainer.resident(steady))
+
+
+def test_what_waits_is_done_before_a_run_is_unloaded(service):
+    trainer, client = service.trainer(poll_s=0.001), service.client()
+    trainer.spin()
+    promise = service.journal.unload(client.tenant, client.run_id)
+    for message in TRAINING:
+        client.submit(message)
+    assert result(service, trainer, client, promise)["model_id"] == client.run_id
+    assert client.states() == "dddd"
+
+
+def test_a_run_of_one_tenant_starts_from_the_directory_of_another(service):
+    trainer, owner, reader = service.trainer(), service.client("a"), service.client("b")
+    for message in (*TRAINING[:2], SaveWeights(name="ck")):
+        owner.submit(message)
+    trainer.spin()
+    saved = service.registry.checkpoint("a", owner.run_id, "weights/ck")
+    copied = layout.copy_dir("b", f"{reader.session_id}:train:9", "weights/ck", 1)
+    data_dir = service.store.settings.data_dir
+    layout.link(layout.existing(data_dir, saved.directory), layout.resolve(data_dir, copied))
+    service.registry.delete_checkpoint("a", owner.run_id, "weights/ck")
+    load = LoadWeights(checkpoint_path=saved.uri, checkpoint_dir=saved.directory, with_optimizer=True)
+    reader.submit(load)
+    assert sweep_dropped(service.store, grace_s=-1) == 0, "a load that waits needs it"
+    trainer.spin()
+    assert reader.states() == "dd"
+    assert sweep_dropped(service.store, grace_s=-1) == 1
+    message = CreateModel(
+        base_model="tiny", rank=4, seed=1, checkpoint_path="tinker://x", checkpoint_dir=copied, with_optimizer=True
+    )
+    service.journal.create("b", reader.session_id, 1, message, slug="tiny")
+    trainer.spin()
+    assert service.futures.get("b", f"{reader.session_id}:train:1:0").state == "done"
+    expected = bits(trainer.resident(owner))
+    assert bits(trainer.resident(reader)) == expected
+
+
+def test_versions_of_a_real_trainer_are_kept_as_the_settings_say(service):
+    trainer, client = service.trainer(), service.client()
+    for number in range(6):
+        client.submit(SaveWeightsForSampler(sampler_id=f"{client.session_id}:sample:{number}"))
+    trainer.spin()
+    size = service.registry.sampler("t", f"{client.session_id}:sample:0").size_bytes
+    assert size > 0
+    assert retain(service.store, SchedulerSettings(version_last=2, version_bytes=4 * size)) == 2
+    assert sweep_dropped(service.store, grace_s=-1) == 2
+    kept = layout.versions(service.store.settings.data_dir, "t", client.run_id)
+    assert [path.name.partition(".")[0] for path in kept] == ["@2", "@3", "@4", "@5"]
+    with pytest.raises(NotFound, match="OPENRL_VERSION_LAST"):
+        service.registry.sampler("t", f"{client.session_id}:sample:1")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_five_hundred_real_saves_leave_a_bounded_disk(service):
+    trainer, client = service.trainer(), service.client()
+    settings, began = SchedulerSettings(version_last=4, version_bytes=0), time.monotonic()
+    for number in range(500):
+        client.submit(SaveWeightsForSampler(sampler_id=f"{client.session_id}:sample:{number}"))
+        if number % 50 == 49:
+            trainer.spin()
+            retain(service.store, settings)
+            sweep_dropped(service.store, grace_s=-1)
+            assert len(list(layout.versions(service.store.settings.data_dir, "t", client.run_id))) == 4
+    print(f"500 saves in {time.monotonic() - began:.0f} s")
+
+
+def test_what_was_refused_on_a_run_that_holds_a_copy_takes_its_turn_and_harms_nothing(service):
+    trainer, owner = service.trainer(), service.client()
+    owner.submit(SaveWeights(name="ck"))
+    trainer.spin()
+    saved = service.registry.checkpoint("t", owner.run_id, "weights/ck")
+    run = replace(service.registry.run("t", owner.run_id), run_id=f"{owner.session_id}:train:5", state="copied")
+    made = replace(saved, run_id=run.run_id, directory=layout.copy_dir("t", run.run_id, "weights/ck", 1))
+    service.registry.register_copy("t", run, made, None, idempotency_key="", digest="d")
+    service.journal.refuse("t", run.run_id, 1, "optim_step", b"x", "can't be trained on")
+    trainer.spin()
+    future = service.futures.get("t", f"{run.run_id}:1")
+    assert (future.state, future.error) == ("failed", "can't be trained on")
+    assert service.registry.run("t", run.run_id).applied == 1
+    assert service.journal.depth("tiny")["train"] == {}
