@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -28,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import tinker
 import torch
 from plain import RANK, WAYS, Batch, Plain
-from service import OPENRL, sample, service, step
+from polls import Site, api_memory, crowd, forward_backward
+from service import OPENRL, Running, sample, service, snapshot, step
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -52,10 +54,19 @@ class Size:
     samples: int = 64
     tokens: int = 32
     saves: int = 5
+    snapshots: int = 5
+    polls: int = 4096
+    windows: int = 3
+    window_s: float = 60.0
+    body_datums: int = 1000
 
 
-SMALL = Size(runs=1, pairs=2, steps=1, datums=2, smol_datums=2, longest=24, samples=2, tokens=4, saves=1)
+SMALL = Size(
+    runs=1, pairs=2, steps=1, datums=2, smol_datums=2, longest=24, samples=2, tokens=4, saves=1, snapshots=1,
+    polls=32, windows=1, window_s=1.0, body_datums=10,
+)  # fmt: skip
 """For a test: everything is called, nothing is measured."""
+SMALL_SETTINGS = {"OPENRL_TRAINER_SNAPSHOT_OPERATIONS": "16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +85,12 @@ class Figure:
 class Bench:
     """One model in both worlds: the plain loop here, a run of the service there."""
 
-    def __init__(self, client: tinker.ServiceClient, name: str, path: Path, size: Size) -> None:
+    def __init__(self, running: Running, name: str, path: Path, size: Size) -> None:
         self.size = size
+        self.running, self.name = running, name
         self.vocab = 512
         self.plain = Plain(path)
-        self.run = client.create_lora_training_client(name, rank=RANK).result()
+        self.run = running.client.create_lora_training_client(name, rank=RANK).result()
 
     def pair_over_plain_ms(self) -> Figure:
         """A short datum and its step: what the way through the service adds."""
@@ -129,6 +141,32 @@ class Bench:
             times=self.size.saves,
         )
         return figure("save_to_first_token_ms", [1e3 * s for s in served], "ms", [1e3 * s for s in plain])
+
+    def heartbeat_p99_ms(self) -> Figure:
+        """What a heartbeat takes among thousands of held polls and 5 MB bodies."""
+        size, pid = self.size, self.running.pid
+        with tempfile.TemporaryDirectory() as folder:
+            body = Path(folder) / "forward_backward"
+            body.write_bytes(forward_backward(num_datums=size.body_datums))
+            found = crowd(
+                Site(self.running.base_url, self.name), num=size.polls, seconds=size.window_s, windows=size.windows,
+                body=body, memory=lambda: api_memory(pid), note=note,
+            )  # fmt: skip
+        return figure("heartbeat_p99_ms", found.held_ms, "ms", found.idle_ms)
+
+    def snapshot_step_ratio(self) -> Figure:
+        """A step beside the writing of a recovery snapshot, against those since the snapshot before it."""
+        run = self.running.client.create_lora_training_client(self.name, rank=RANK).result()
+        data = datums(self._batch([32]))
+        step(run, data)
+        seconds, taken_after = [0.0], [0]  # by number of step
+        while len(taken_after) <= self.size.snapshots:
+            seconds += timed(lambda: step(run, data), 1)
+            steps = snapshot(self.running, run) // 2  # a step is two operations
+            if taken_after[-1] + 1 < steps < len(seconds):
+                taken_after.append(steps)
+        ratios = [seconds[now] / median(seconds[before + 1 : now]) for before, now in pairwise(taken_after)]
+        return figure("snapshot_step_ratio", ratios, "x", [1.0], ratio=median(ratios))
 
     def _both(
         self, plain: Callable[[], object], served: Callable[[], object], *, times: int = 1
@@ -249,10 +287,10 @@ def main() -> None:
     wanted = args.only or list(FIGURES)
     with tempfile.TemporaryDirectory() as folder:
         models = {TINY: tiny_qwen3(Path(folder) / "tiny")}
-        if "train_tok_s_smol" in wanted:
+        if any(FIGURES[name][0] == SMOL for name in wanted):
             models[SMOL] = models[TINY] if args.small else smol(args.home)
-        with service(models) as client:
-            measure(client, models, size, wanted)
+        with service(models, SMALL_SETTINGS if args.small else None) as running:
+            measure(running, models, size, wanted)
 
 
 FIGURES: dict[str, tuple[str, Callable[[Bench], Figure]]] = {
@@ -260,18 +298,20 @@ FIGURES: dict[str, tuple[str, Callable[[Bench], Figure]]] = {
     "train_tok_s": (TINY, lambda bench: bench.train_tok_s("train_tok_s", bench.size.datums, steps=bench.size.steps)),
     "sample64_tok_s": (TINY, Bench.sample64_tok_s),
     "save_to_first_token_ms": (TINY, Bench.save_to_first_token_ms),
+    "heartbeat_p99_ms": (TINY, Bench.heartbeat_p99_ms),
     "train_tok_s_smol": (SMOL, lambda bench: bench.train_tok_s("train_tok_s_smol", bench.size.smol_datums, steps=1)),
+    "snapshot_step_ratio": (SMOL, Bench.snapshot_step_ratio),
 }
 
 
-def measure(client: tinker.ServiceClient, models: dict[str, Path], size: Size, wanted: list[str]) -> None:
+def measure(running: Running, models: dict[str, Path], size: Size, wanted: list[str]) -> None:
     """Print each figure as soon as it is there."""
     bench: Bench | None = None
     served = ""
     for name in wanted:
         model, take = FIGURES[name]
         if bench is None or served != model:
-            bench, served = Bench(client, model, models[model], size), model
+            bench, served = Bench(running, model, models[model], size), model
             gc.collect()
             gc.freeze()  # what a loop's own process doesn't hold must not slow the client's collector down
         print(json.dumps(asdict(take(bench))), flush=True)

@@ -10,6 +10,7 @@ import tempfile
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import tinker
@@ -19,10 +20,21 @@ START_S, STOP_S = 120, 20
 ADAMW = tinker.AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-12)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A service: where it is, its process, its data, the SDK's client."""
+
+    base_url: str
+    pid: int
+    data_dir: Path
+    client: tinker.ServiceClient
+
+
 @contextmanager
-def service(models: Mapping[str, Path]) -> Iterator[tinker.ServiceClient]:
-    """Run `openrl up` on a free port with its own settings; gives the SDK's client."""
+def service(models: Mapping[str, Path], settings: Mapping[str, str] | None = None) -> Iterator[Running]:
+    """Run `openrl up` on a free port with its own settings, but those given."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENRL_", "TINKER_"))}
+    kept |= settings or {}
     named = [part for name, path in models.items() for part in ("--model", f"{name}={path}")]
     with tempfile.TemporaryDirectory() as folder:
         command = [OPENRL, "up", "--json", "--port", "0", "--accelerators", "0", "--data-dir", folder, *named]
@@ -30,7 +42,9 @@ def service(models: Mapping[str, Path]) -> Iterator[tinker.ServiceClient]:
             command, stdout=subprocess.PIPE, text=True, env={**kept, "HF_HUB_OFFLINE": "1"}, start_new_session=True
         )
         try:
-            yield tinker.ServiceClient(base_url=_address(process), api_key="tml-local")
+            base_url = _address(process)
+            client = tinker.ServiceClient(base_url=base_url, api_key="tml-local")
+            yield Running(base_url=base_url, pid=process.pid, data_dir=Path(folder), client=client)
         finally:
             process.terminate()
             process.wait(STOP_S)
@@ -45,6 +59,13 @@ def _address(process: subprocess.Popen[str]) -> str:
     with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=START_S) as answer:  # noqa: S310  # our own service
         assert answer.status == 200
     return url
+
+
+def snapshot(running: Running, run: tinker.TrainingClient) -> int:
+    """Return the operation that the run's recovery snapshot was taken after; 0 when there is none."""
+    home = f"tenants/*/runs/{run.model_id.replace(':', '_')}/snapshots/*"
+    names = [path.name for path in running.data_dir.glob(home)]
+    return max((int(name.partition(".")[0]) for name in names if not name.startswith(".")), default=0)
 
 
 def step(run: tinker.TrainingClient, data: list[tinker.Datum]) -> None:

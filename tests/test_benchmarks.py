@@ -17,6 +17,8 @@ UNITS = {
     "train_tok_s_smol": "tok/s",
     "sample64_tok_s": "tok/s",
     "save_to_first_token_ms": "ms",
+    "heartbeat_p99_ms": "ms",
+    "snapshot_step_ratio": "x",
 }
 
 
