@@ -13,7 +13,8 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from openrl.scheduler import cli, report, up
+from openrl.scheduler import cli, report, supervisor, up
+from openrl.scheduler.settings import UpSettings
 from openrl.scheduler.supervisor import PROCESSES
 from openrl.tasks import datadir, embedded
 from openrl.workers.sampler.settings import SamplerSettings
@@ -167,6 +168,17 @@ def failed(*arguments: object) -> str:
     assert result.returncode == 1, result.stderr
     assert result.stdout == "" and "Traceback" not in result.stderr.partition("did not come up")[0]
     return result.stderr
+
+
+def test_a_part_that_refuses_its_settings_ends_the_service_and_is_named_with_its_reason(tmp_path):
+    settings = UpSettings(host="127.0.0.1", port=0, data_dir=tmp_path, models=("m",))
+    with up._listen("127.0.0.1", 0) as listener:
+        service = up._Up(settings, [], listener)
+        reason = "OPENRL_THIS must be at least 1"
+        code = f"import sys; sys.stderr.write('starting\\n{reason}\\n'); sys.exit({supervisor.REFUSED})"
+        service._supervisor.start(supervisor.Program(name="api", argv=[sys.executable, "-c", code]))
+        with pytest.raises(up.Refused, match=f"^the api refuses its settings: {reason}$"):
+            service._wait("api", lambda: False, timeout_s=30)
 
 
 def test_a_scheduler_that_does_not_come_up_is_noticed(tmp_path, model):
