@@ -9,6 +9,7 @@ from openrl.tasks.errors import StaleOwner, StoreUnavailable
 from openrl.tasks.messages import LoadWeights, OptimStep, SaveWeights
 from openrl.workers.trainer.work import Work
 from tests.trainer.bench import forward_backward
+from tests.trainer.heirs import assert_an_heir_has_the_same_bits
 from tests.trainer.test_device import bits, poisoned
 
 
@@ -140,12 +141,7 @@ def test_a_snapshot_follows_a_step_when_enough_has_built_up_and_trims_the_journa
     trainer.spin()
     assert service.journal.snapshot("t", client.run_id)[1] > applied
     assert not (service.store.settings.data_dir / directory).exists()
-    before = bits(trainer.resident(client))
-    trainer.die()
-    second = service.trainer()
-    client.submit(forward_backward(seed=1, forward=True))
-    second.spin()
-    assert bits(second.resident(client)) == before
+    assert_an_heir_has_the_same_bits(service, client, trainer)
 
 
 def test_a_load_is_covered_by_a_snapshot_at_once(service):
@@ -160,12 +156,7 @@ def test_a_load_is_covered_by_a_snapshot_at_once(service):
     assert service.journal.snapshot("t", client.run_id)[1] == 2
     for path in (service.store.settings.data_dir / checkpoint.directory).iterdir():
         path.unlink()
-    before = bits(trainer.resident(client))
-    trainer.die()
-    second = service.trainer()
-    client.submit(forward_backward(seed=1, forward=True))
-    second.spin()
-    assert bits(second.resident(client)) == before
+    assert_an_heir_has_the_same_bits(service, client, trainer)
 
 
 def test_a_run_that_only_was_created_leaves_no_files_when_handed_back(service):
@@ -271,12 +262,7 @@ def test_a_run_of_nothing_but_forwards_is_trimmed_without_writing_it_again(servi
     assert applied >= 8
     assert service.store.redis.hlen(keys.bodies("t", client.run_id)) == 11 - applied
     assert len(list(service.store.settings.data_dir.rglob("manifest.json"))) == 1
-    before = bits(trainer.resident(client))
-    trainer.die()
-    second = service.trainer()
-    client.submit(forward_backward(seed=1, forward=True))
-    second.spin()
-    assert bits(second.resident(client)) == before
+    assert_an_heir_has_the_same_bits(service, client, trainer)
     assert (service.store.settings.data_dir / directory).exists()
 
 

@@ -15,6 +15,7 @@ from openrl.tasks.messages import LoadWeights, OptimStep, SaveWeights
 from openrl.workers.trainer import states
 from openrl.workers.weights import layout
 from tests.trainer.bench import forward_backward
+from tests.trainer.heirs import assert_an_heir_has_the_same_bits
 from tests.trainer.test_device import bits
 
 PATIENCE_S = 20
@@ -359,12 +360,7 @@ def test_a_load_is_saved_at_once_also_while_an_older_snapshot_is_in_the_making(s
     assert counts(service, client)[1] == 4
     assert len(snapshots(service, client)) == 1
     shutil.rmtree(service.store.settings.data_dir / checkpoint.directory)
-    before = bits(trainer.resident(client))
-    trainer.die()
-    second = service.trainer()
-    client.submit(forward_backward(seed=1, forward=True))
-    second.spin()
-    assert bits(second.resident(client)) == before
+    assert_an_heir_has_the_same_bits(service, client, trainer)
 
 
 def test_a_copy_shares_no_memory_with_its_run(service):
