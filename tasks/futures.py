@@ -69,10 +69,13 @@ class Futures:
             OtherVersion: a newer version kept it.
         """
         parts = keys.parse_request(request_id)
-        [found] = self._store.together.ask(("HGETALL", keys.future(tenant, request_id)))
-        row = {name.decode(): value for name, value in found.items()}
+        row = self._row(tenant, request_id)
         if "state" not in row:
-            raise self._absent(tenant, request_id, parts)
+            if not self._existed(tenant, parts):
+                raise NotFound(f"no future {request_id!r}")
+            row = self._row(tenant, request_id)  # it may have been promised since the first look
+            if "state" not in row:
+                raise _gone(request_id)
         FUTURE.check(row.get("schema"))
         try:
             result = self._spool.load(row.get("result", b""))
@@ -112,14 +115,16 @@ class Futures:
             swept += self._store.script("swept")(*due)
         return swept
 
-    def _absent(self, tenant: str, request_id: str, parts: keys.RequestParts) -> NotFound | Gone:
-        """Tell an id whose result is gone from one that never was."""
-        if parts.is_run:
-            # What was refused or cancelled has ended before its turn came.
-            existed = bool(self._store.redis.hexists(keys.journal(tenant, parts.parent), parts.seq))
-        else:
-            existed = bool(self._store.redis.hexists(keys.sampler_ops(tenant, parts.parent), parts.seq))
-        return _gone(request_id) if existed else NotFound(f"no future {request_id!r}")
+    def _row(self, tenant: str, request_id: str) -> dict[str, bytes]:
+        """Return what is kept of a promise; nothing where it isn't."""
+        [found] = self._store.together.ask(("HGETALL", keys.future(tenant, request_id)))
+        return {name.decode(): value for name, value in found.items()}
+
+    def _existed(self, tenant: str, parts: keys.RequestParts) -> bool:
+        """Tell an id that was promised from one that never was, the result gone or not."""
+        # What was refused or cancelled has ended before its turn came: the journal has it, whatever was applied.
+        kept = keys.journal if parts.is_run else keys.sampler_ops
+        return bool(self._store.redis.hexists(kept(tenant, parts.parent), parts.seq))
 
 
 def _gone(request_id: str) -> Gone:

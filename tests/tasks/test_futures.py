@@ -132,6 +132,22 @@ def test_an_own_sample_that_is_no_longer_kept_is_gone(futures, store, journal, r
         futures.get("other", promise.request_id)
 
 
+@pytest.mark.parametrize("seq", [1, 2])
+def test_a_poll_that_overtakes_its_submission_is_never_told_that_the_result_is_gone(
+    futures, store, journal, created, monkeypatch, seq
+):
+    run_id, ask = created[0], store.together.ask
+
+    def looked(*commands):
+        found = ask(*commands)
+        monkeypatch.undo()
+        journal.submit(TENANT, run_id, seq, OptimStep())  # between the first look and what follows it
+        return found
+
+    monkeypatch.setattr(store.together, "ask", looked)
+    assert futures.get(TENANT, f"{run_id}:{seq}").state == "pending"
+
+
 def test_a_large_result_lives_in_a_file_that_leaves_with_it(futures, store, pending, finish):
     finish(b"r" * 5000)
     assert futures.get(TENANT, pending).result == b"r" * 5000
