@@ -1,0 +1,46 @@
+"""Digests: 128 bits tell whether weights are those that are meant, SHA-256 whether a manifest is.
+
+Weights are digested with XXH3 (Collet, github.com/Cyan4973/xxHash), which keeps up with memory: SHA-256 over a model
+would take longer than all the rest of a hand-off. It guards against accidents, not against somebody who may write into
+the directory and would also write the manifest. Manifests are tied to each other by SHA-256. Without torch.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable
+
+import xxhash
+
+from openrl.workers.weights.specs import Spec, Words
+
+Hasher = xxhash.xxh3_128
+"""Takes bytes piece by piece; `digest()` has 16."""
+
+_WEIGHTS = re.compile(r"[0-9a-f]{32}")
+_MANIFEST = re.compile(r"[0-9a-f]{64}")
+
+
+def block_digest(words: Words) -> bytes:
+    """Digest the bits of one block."""
+    return Hasher(words.data).digest()
+
+
+def tensor_digest(spec: Spec, digests: Iterable[bytes]) -> str:
+    """Digest a tensor, given those of its blocks in order: its type and shape count as much as its bits."""
+    head = f"{spec.dtype} {'x'.join(map(str, spec.shape))}\n".encode()
+    return Hasher(head + b"".join(digests)).hexdigest()
+
+
+def manifest_digest(text: bytes) -> str:
+    """Digest the bytes of a manifest."""
+    return hashlib.sha256(text).hexdigest()
+
+
+def is_weights_digest(value: object) -> bool:
+    """Whether it has the form of a digest of weights or of a file."""
+    return isinstance(value, str) and _WEIGHTS.fullmatch(value) is not None
+
+
+def is_manifest_digest(value: object) -> bool:
+    """Whether it has the form of a manifest's digest."""
+    return isinstance(value, str) and _MANIFEST.fullmatch(value) is not None

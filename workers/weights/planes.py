@@ -1,0 +1,240 @@
+"""The codec: what changed in one block of a tensor, as a few compressed byte planes, and back.
+
+A change is old XOR new, so that it is its own inverse: it leads from the older block to the newer one and back again.
+XORed values are split into byte planes, because a small step changes the low bits of few numbers: the high planes are
+nearly all zero. Where the values belong is said in one of three ways, whichever is smallest:
+
+- `gaps`: for each changed element the number of unchanged ones before it, as bytes; 255 means 255 of them and more to
+  come. Positions therefore grow by construction, and their bytes are bounded by the block.
+- `bitmask`: one bit an element, the first in the lowest bit.
+- `dense`: nothing; every element's value is there.
+
+Each plane is one zstd frame (RFC 8878) that states its size. Nothing is decompressed whose stated size is not what the
+block allows. Knows arrays and bytes only: neither files nor digests of whole tensors, nor torch.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from openrl.tasks.errors import InvalidRequest, shown
+from openrl.workers.weights.digests import Hasher
+from openrl.workers.weights.specs import Words
+
+LEVEL = 1
+"""Of zstd: on random changes, level 3 made larger frames in more time."""
+
+CHUNK = 1 << 19
+"""Elements compared at once: few enough for a cache, enough that threads don't wait for the interpreter's lock."""
+
+_MORE = 255
+_GAPS_BELOW, _DENSE_ABOVE = 0.25, 0.25
+_BITMASK_ABOVE = 0.08
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The encoded change of one block; no frames where nothing changed."""
+
+    form: str
+    """same, gaps, bitmask or dense."""
+    count: int
+    """How many elements changed."""
+    frames: tuple[bytes, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all frames."""
+        return sum(map(len, self.frames))
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A decoded change: XORed values, and the positions (int64, ascending) that they belong to; None means all."""
+
+    positions: NDArray[np.int64] | None
+    values: Words
+
+
+SAME = Piece("same", 0)
+FORMS = ("same", "gaps", "bitmask", "dense")
+
+
+def encode(old: Words, new: Words, *, advance: bool = False) -> tuple[Piece, bytes]:
+    """Return what leads from `old` to `new`, and the digest of `new`. With `advance`, `old` becomes equal to `new`."""
+    digest = Hasher()
+    parts = [_compare(old, new, start, digest, advance) for start in range(0, len(new), CHUNK)]
+    found = [part for part in parts if part is not None]
+    if not found:
+        return SAME, digest.digest()
+    positions, values = (np.concatenate(each) for each in zip(*found, strict=True))
+    return _smallest(positions, values, len(new)), digest.digest()
+
+
+def decode(form: str, count: int, frames: Sequence[bytes | memoryview], *, size: int, dtype: np.dtype) -> Change:
+    """Read the change of a block of `size` elements.
+
+    Raises:
+        InvalidRequest: it isn't the change of such a block; nothing larger than the block was allocated.
+    """
+    check(form, count, len(frames), size=size, width=dtype.itemsize)
+    if form == "same":
+        return Change(np.empty(0, np.int64), np.empty(0, dtype))
+    if form == "dense":
+        every = _joined(frames, size, dtype)
+        if np.count_nonzero(every) != count:
+            raise InvalidRequest(f"a dense block changes {np.count_nonzero(every)} elements; its header says {count}")
+        return Change(None, every)
+    values = _joined(frames[1:], count, dtype)
+    positions = _from_gaps(frames[0], count, size) if form == "gaps" else _from_bitmask(frames[0], count, size)
+    return Change(positions, values)
+
+
+def check(form: object, count: object, num_frames: int, *, size: int, width: int) -> None:
+    """Refuse the header of a piece that no block of `size` elements of `width` bytes has.
+
+    Raises:
+        InvalidRequest: it names what is wrong.
+    """
+    if form not in FORMS:
+        raise InvalidRequest(f"a block's form is {shown(form)}; it must be one of {', '.join(FORMS)}")
+    if type(count) is not int or not (count == 0 if form == "same" else 1 <= count <= size):
+        raise InvalidRequest(f"a block of {size} elements can't have {shown(count)} changed ones in the form {form}")
+    expected = {"same": 0, "dense": width}.get(str(form), width + 1)
+    if num_frames != expected:
+        raise InvalidRequest(f"a block in the form {form} has {num_frames} frames; it must have {expected}")
+
+
+def patch(words: Words, change: Change, *, start: int = 0) -> None:
+    """Apply a change in place to the elements of a block from `start` on, which `words` holds."""
+    if change.positions is None:
+        words ^= change.values[start : start + len(words)]
+        return
+    first, last = np.searchsorted(change.positions, (start, start + len(words)))
+    here = change.positions[first:last]
+    if start:
+        here = here - start
+    words[here] ^= change.values[first:last]
+
+
+def _compare(
+    old: Words, new: Words, start: int, digest: Hasher, advance: bool
+) -> tuple[NDArray[np.int64], Words] | None:
+    """Positions and XOR of what differs in one chunk; words of 8 bytes are looked at first, since most are equal."""
+    before, after = old[start : start + CHUNK], new[start : start + CHUNK]
+    digest.update(after.data)
+    per_word = 8 // new.itemsize
+    xor = scratch(-(-len(after) // per_word) * per_word, new.dtype)
+    xor[len(after) :] = 0
+    np.bitwise_xor(before, after, out=xor[: len(after)])
+    eights = xor.view(np.uint64)
+    words = np.flatnonzero(eights != 0)
+    if not len(words):
+        return None
+    if advance:
+        np.copyto(before, after)
+    candidates = eights[words].view(new.dtype)
+    hits = np.flatnonzero(candidates != 0)
+    return words[hits // per_word] * per_word + hits % per_word + start, candidates[hits]
+
+
+def _smallest(positions: NDArray[np.int64], values: Words, size: int) -> Piece:
+    """Only the forms that can be smallest at this density are tried."""
+    density = len(positions) / size
+    tried = []
+    if density <= _GAPS_BELOW:
+        tried.append(Piece("gaps", len(values), (_packed(_gaps(positions)), *_planes(values))))
+    if density >= _BITMASK_ABOVE:
+        mask = np.zeros(size, np.bool_)
+        mask[positions] = True
+        planes = tried[0].frames[1:] if tried else _planes(values)
+        tried.append(Piece("bitmask", len(values), (_packed(np.packbits(mask, bitorder="little")), *planes)))
+    if density >= _DENSE_ABOVE:
+        every = np.zeros(size, values.dtype)
+        every[positions] = values
+        tried.append(Piece("dense", len(values), _planes(every)))
+    return min(tried, key=lambda piece: piece.size_bytes)
+
+
+def _gaps(positions: NDArray[np.int64]) -> NDArray[np.uint8]:
+    gaps = np.diff(positions, prepend=-1) - 1
+    if gaps.max() < _MORE:
+        return gaps.astype(np.uint8)
+    more, last = np.divmod(gaps, _MORE)
+    ends = np.cumsum(more + 1) - 1
+    encoded = np.full(ends[-1] + 1, _MORE, np.uint8)
+    encoded[ends] = last
+    return encoded
+
+
+def _from_gaps(frame: bytes | memoryview, count: int, size: int) -> NDArray[np.int64]:
+    encoded = _unpacked(frame, at_least=count, at_most=count + size // _MORE)
+    ends = np.flatnonzero(encoded != _MORE)
+    if len(ends) != count or encoded[-1] == _MORE:
+        raise InvalidRequest(f"a block's gaps name {len(ends)} elements; its header says {count}")
+    positions: NDArray[np.int64] = np.cumsum(encoded, dtype=np.int64)[ends] + np.arange(count)
+    if positions[-1] >= size:
+        raise InvalidRequest(f"a block's gaps lead to element {positions[-1]}; the block has {size}")
+    return positions
+
+
+def _from_bitmask(frame: bytes | memoryview, count: int, size: int) -> NDArray[np.int64]:
+    num_bytes = -(-size // 8)
+    bits = np.unpackbits(_unpacked(frame, at_least=num_bytes, at_most=num_bytes), bitorder="little")
+    positions: NDArray[np.int64] = np.flatnonzero(bits)
+    if len(positions) != count or positions[-1] >= size:
+        raise InvalidRequest(f"a block's bitmask names {len(positions)} elements; its header says {count}")
+    return positions
+
+
+def _planes(values: Words) -> tuple[bytes, ...]:
+    bytes_by_value = values.view(np.uint8).reshape(-1, values.itemsize)
+    return tuple(_packed(np.ascontiguousarray(bytes_by_value[:, plane])) for plane in range(values.itemsize))
+
+
+def _joined(frames: Sequence[bytes | memoryview], count: int, dtype: np.dtype) -> Words:
+    if len(frames) == 1:
+        return _unpacked(frames[0], at_least=count, at_most=count).view(dtype)
+    bytes_by_value = np.empty((count, dtype.itemsize), np.uint8)
+    for plane, frame in enumerate(frames):
+        bytes_by_value[:, plane] = _unpacked(frame, at_least=count, at_most=count)
+    return bytes_by_value.reshape(-1).view(dtype)
+
+
+_tools = threading.local()
+"""Each thread's compressor, decompressor and scratch memory: to make one anew takes longer than a small block."""
+
+
+def scratch(length: int, dtype: np.dtype) -> Words:
+    """Return memory for up to a chunk, with anything in it, until this thread asks again."""
+    if not hasattr(_tools, "scratch"):
+        _tools.scratch = np.empty(CHUNK, np.uint64)
+    words: Words = _tools.scratch.view(dtype)[:length]
+    return words
+
+
+def _packed(plane: NDArray[np.uint8]) -> bytes:
+    if not hasattr(_tools, "compressor"):
+        _tools.compressor = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
+    compressed: bytes = _tools.compressor.compress(plane.data)
+    return compressed
+
+
+def _unpacked(frame: bytes | memoryview, *, at_least: int, at_most: int) -> NDArray[np.uint8]:
+    """Decompress one frame, whose own statement of its size is checked before a byte is allocated."""
+    if not hasattr(_tools, "decompressor"):
+        _tools.decompressor = zstandard.ZstdDecompressor()
+    try:
+        stated = zstandard.frame_content_size(frame)
+        if not at_least <= stated <= at_most:
+            raise InvalidRequest(f"a frame states {stated} bytes; it must have {at_least} to {at_most}")
+        plane = _tools.decompressor.decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise InvalidRequest(f"a frame is no whole zstd frame: {error}") from error
+    if len(plane) != stated:
+        raise InvalidRequest(f"a frame has {len(plane)} bytes; it states {stated}")
+    return np.frombuffer(plane, np.uint8)

@@ -1,0 +1,201 @@
+"""A sampler's side of full weights: bring what is in memory to another version, in place.
+
+`prepare` fetches and verifies while the old version is served: every tensor of the new one is put together elsewhere,
+block by block, and digested. Only `Switch.apply` touches the weights, so only that needs a pause. It digests once more
+what it made: weights that aren't exactly the version are never vouched for.
+"""
+
+import logging
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from openrl.tasks.errors import InvalidRequest, NotFound
+from openrl.workers.weights import links, planes
+from openrl.workers.weights.anchor import Anchor
+from openrl.workers.weights.chain import Route, routes
+from openrl.workers.weights.delta import Delta
+from openrl.workers.weights.digests import Hasher, block_digest, tensor_digest
+from openrl.workers.weights.lanes import THREADS, in_order
+from openrl.workers.weights.links import Link
+from openrl.workers.weights.planes import CHUNK, Change
+from openrl.workers.weights.resident import Resident
+from openrl.workers.weights.specs import BLOCK, Words, differences
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """One block of one tensor, as it is in memory now."""
+
+    name: str
+    number: int
+    words: Words
+
+
+class Switch:
+    """A verified way to a version: everything is fetched, nothing is changed yet. A context manager."""
+
+    def __init__(
+        self, resident: Resident, target: Link, route: Route, deltas: list[Delta], anchor: Anchor | None
+    ) -> None:
+        self.target, self.route = target, route
+        self._resident, self._deltas, self._anchor = resident, deltas, anchor
+        self._start = resident.at
+
+    def __enter__(self) -> "Switch":
+        """Use it once."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the files back."""
+        if self._anchor is not None:
+            self._anchor.close()
+
+    def apply(self, *, threads: int = THREADS) -> tuple[str, ...]:
+        """Make the weights in memory this version; return the tensors that were touched.
+
+        Nobody may use the weights meanwhile. Where it fails they are no version any more: prepare again, which then
+        begins with an anchor.
+
+        Raises:
+            InvalidRequest: they changed since they were verified; nothing is to be served from them.
+        """
+        if self._resident.at != self._start:
+            raise InvalidRequest(
+                f"the weights are no longer those that {self.target.name!r} was prepared on; prepare again"
+            )
+        touched = self.touched
+        self._resident.disown()
+        self._check(touched, in_order(self._patched, _blocks(self._resident, touched), threads=threads))
+        self._resident.settle(self.target.ident, self.target.results)
+        return touched
+
+    @property
+    def touched(self) -> tuple[str, ...]:
+        """The tensors that will be touched: all, from an anchor."""
+        if self._anchor is not None:
+            return tuple(sorted(self.target.tensors))
+        return tuple(
+            name
+            for name in sorted(self.target.tensors)
+            if any(each.link.tensors[name].is_changed for each in self._deltas)
+        )
+
+    def verify(self, *, threads: int) -> None:
+        """Put every tensor together elsewhere, and compare it with its digest.
+
+        Raises:
+            InvalidRequest: one differs; it is named.
+        """
+        names = sorted(self.target.tensors)
+        self._check(names, in_order(self._foreseen, _blocks(self._resident, names), threads=threads))
+
+    def _check(self, names: Iterable[str], digests: Generator[bytes, None, None]) -> None:
+        with closing(digests):  # no block is worked on any more when this returns or raises
+            for name in names:
+                tensor = self.target.tensors[name]
+                found = tensor_digest(tensor.spec, islice(digests, tensor.spec.num_blocks))
+                if found != tensor.result:
+                    way = f"version {self.target.name!r} doesn't come out right: {self.route}"
+                    raise InvalidRequest(f"tensor {name} of {way}")
+
+    def _foreseen(self, block: _Block) -> bytes:
+        """Digest a block as it will be, chunk by chunk, in memory that stays in a core's cache."""
+        changes, digest = self._changes(block), Hasher()
+        for start in range(0, len(block.words), CHUNK):
+            now = block.words[start : start + CHUNK]
+            chunk = planes.scratch(len(now), now.dtype)
+            if self._anchor is None:
+                np.copyto(chunk, now)
+            else:
+                self._anchor.read(block.name, block.number * BLOCK + start, chunk)
+            for change in changes:
+                planes.patch(chunk, change, start=start)
+            digest.update(chunk.data)
+        return digest.digest()
+
+    def _patched(self, block: _Block) -> bytes:
+        """Change a block, and digest what it is now."""
+        if self._anchor is not None:
+            self._anchor.read(block.name, block.number * BLOCK, block.words)
+        for change in self._changes(block):
+            planes.patch(block.words, change)
+        return block_digest(block.words)
+
+    def _changes(self, block: _Block) -> list[Change]:
+        found = (each.change(block.name, block.number, block.words.dtype) for each in self._deltas)
+        return [change for change in found if change is not None]
+
+
+class Reader:
+    """Brings one set of weights to versions under `home`; any number of readers may, and know nothing of each other."""
+
+    def __init__(self, home: Path, resident: Resident, *, threads: int = THREADS) -> None:
+        self.resident = resident
+        self._home, self._threads = home, threads
+
+    def prepare(self, name: str, *, digest: str | None = None) -> Switch:
+        """Fetch and verify what leads to version `name`; the weights in memory stay as they are, and in use.
+
+        The deltas from what is in memory are tried first, then those from an anchor. With `digest`, which the caller's
+        registry knows, it is that very version.
+
+        Raises:
+            NotFound: there is no such version.
+            InvalidRequest: it is torn or altered, or for another model; or no unbroken chain leads to it.
+        """
+        target = links.read(self._home, name, digest=digest)
+        wrong = differences(target.specs, self.resident.specs)
+        if wrong:
+            raise InvalidRequest(f"version {name!r} is for another model: {wrong}")
+        failures: list[str] = []
+        try:
+            for route in routes(self._home, target, self.resident.at):
+                try:
+                    return self._verified(target, route)
+                except (InvalidRequest, NotFound) as failure:
+                    log.warning("version %s can't be reached by way of %s: %s", name, route, failure)
+                    failures.append(str(failure))
+        except (InvalidRequest, NotFound) as failure:
+            failures.append(str(failure))
+        raise InvalidRequest(f"version {name!r} can't be reached: {'; '.join(failures)}")
+
+    def _verified(self, target: Link, route: Route) -> Switch:
+        _check_chain(route, self.resident)
+        deltas = [Delta.load(self._home, hop.link) for hop in route.hops]
+        switch = Switch(
+            self.resident, target, route, deltas, Anchor.open(self._home, route.anchor) if route.anchor else None
+        )
+        try:
+            switch.verify(threads=self._threads)
+        except BaseException:
+            switch.__exit__()
+            raise
+        return switch
+
+
+def _check_chain(route: Route, resident: Resident) -> None:
+    """Each hop must begin with the very weights that the one before ends with.
+
+    Raises:
+        InvalidRequest: a delta was made for other weights.
+    """
+    now: Mapping[str, str | None] = route.anchor.results if route.anchor else resident.digests
+    for hop in route.hops:
+        if now != hop.before:
+            name = next(name for name in sorted(hop.before) if now.get(name) != hop.before[name])
+            raise InvalidRequest(f"the delta of version {hop.link.name!r} was made for another tensor {name}")
+        now = hop.after
+
+
+def _blocks(resident: Resident, names: Iterable[str]) -> Iterator[_Block]:
+    for name in names:
+        words = resident.words[name]
+        for number in range(resident.specs[name].num_blocks):
+            yield _Block(name, number, words[number * BLOCK : (number + 1) * BLOCK])
