@@ -26,8 +26,9 @@ from openrl.tasks.errors import StoreUnavailable
 from openrl.tasks.futures import Futures
 from openrl.tasks.journal import Journal
 from openrl.tasks.registry import Registry
-from openrl.tasks.store import Store
+from openrl.tasks.store import Store, translated
 from openrl.tasks.usage import Usage
+from openrl.timeslice.turn import Turns
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,11 @@ SCHEDULE: dict[str, dict[str, Any]] = {
         "task": "scheduler.close_gaps",
         "schedule": 10.0,
         "options": {"queue": CONTROL_QUEUE, "expires": 10},
+    },
+    "sweep-turns": {
+        "task": "timeslice.sweep",
+        "schedule": 2.0,
+        "options": {"queue": CONTROL_QUEUE, "expires": 2},
     },
     "sweep-results": {
         "task": "scheduler.sweep_results",
@@ -80,6 +86,7 @@ class Reconciler:
         self._journal = Journal(store)
         self._futures = Futures(store)
         self._cluster = LocalCluster(store)
+        self._turns = Turns(store.redis)
         self._said = False
         self._watched_since = self._looked = float("-inf")
 
@@ -132,6 +139,12 @@ class Reconciler:
         for model in self._registry.models():
             self._journal.unloaded(model.slug)
 
+    def sweep_turns(self) -> None:
+        """End the turns on accelerators whose holders are proved to be gone."""
+        with translated():
+            for accelerator in self._turns.accelerators():
+                self._turns.sweep(accelerator)
+
     def sweep_results(self) -> None:
         """Delete the files of results that have expired."""
         if swept := self._futures.sweep():
@@ -177,6 +190,12 @@ def reconcile(self: SchedulerTask) -> None:
 def close_gaps(self: SchedulerTask) -> None:
     """Close gaps that stand too long. May be lost or doubled: a gap closes once."""
     self.reconciler.close_gaps()
+
+
+@celery.task(bind=True, base=SchedulerTask, name="timeslice.sweep")
+def sweep_turns(self: SchedulerTask) -> None:
+    """End turns whose holders are gone. May be lost or doubled: a turn ends once, by its token."""
+    self.reconciler.sweep_turns()
 
 
 @celery.task(bind=True, base=SchedulerTask, name="scheduler.sweep_results")

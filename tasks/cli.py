@@ -21,6 +21,7 @@ SUMMARIES = {
     "quota": "Show and set what tenants may have.",
     "usage": "Show what tenants used, by run and day.",
     "audit": "Show what was done to keys, checkpoints and quotas.",
+    "accelerators": "Show turns on accelerators.",
     "model": "Get base models that can be tried at once.",
     "flower": "Show queues and operations in the browser.",
     "celery": "Ask the workers, through the celery CLI.",
@@ -29,7 +30,7 @@ SUMMARIES = {
 """Shown by `openrl --help`, which imports no command."""
 
 _EXTRAS = {
-    **dict.fromkeys(("keys", "checkpoints", "runs", "requests", "quota", "usage", "audit"), "api"),
+    **dict.fromkeys(("keys", "checkpoints", "runs", "requests", "quota", "usage", "audit", "accelerators"), "api"),
     "model": "trainer",
 }
 

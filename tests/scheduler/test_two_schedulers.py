@@ -130,7 +130,8 @@ def test_a_gap_is_closed_once_and_storage_is_counted_once(store):
         return store.now()
 
     def all_tasks(reconciler: Reconciler) -> None:
-        for task in ("close_gaps", "meter_storage", "sweep_results", "sweep_checkpoints", "sweep_orphans"):
+        sweeps = ("sweep_results", "sweep_checkpoints", "sweep_orphans", "sweep_turns")
+        for task in ("close_gaps", "meter_storage", *sweeps):
             getattr(reconciler, task)()
 
     for _ in interleaved(store, prepare, all_tasks):
