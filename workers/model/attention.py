@@ -5,6 +5,9 @@ here it goes sequence by sequence: no mask over the whole pack is ever built, an
 reach another. Transformers finds the function under `openrl_packed`; for a name without a registered mask
 function it builds no mask (`masking_utils._preprocess_mask_arguments`).
 
+A layer's own rule says how far back a token sees (its sliding window, itself included) and whether scores are capped.
+A window is a band of blocks, so neither way costs the square of a sequence that is much longer than its window.
+
 Axes: `H` heads, `K` key-value heads, `G` heads per key-value head, `T` packed tokens, `L` positions, `D` head size.
 Rows of one token are attended together by treating `G` as the query axis, so repeated heads are never copied.
 """
@@ -16,19 +19,40 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from transformers import AttentionInterface
 
+from openrl.workers.model import varlen
+
 if TYPE_CHECKING:
     from openrl.workers.model.loading import LoadedModel
 
 NAME = "openrl_packed"
-# (layer, query [1, H, T, D], key [1, K, T, D], value, scale) -> [1, H, T, D]
-_Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+BLOCK = 256
+"""Rows of a sequence that are attended at once where a mask is needed, or more where the window is larger."""
+
+
+class Rule(NamedTuple):
+    """How one layer attends."""
+
+    scale: float
+    """What the products of queries and keys are multiplied with."""
+    window: int | None = None
+    """Tokens that a token sees, itself the last of them; None is all before it."""
+    softcap: float | None = None
+    """Scores `s` become `softcap * tanh(s / softcap)`."""
+
+    def first(self, position: int) -> int:
+        """The first position that the token at `position` sees."""
+        return 0 if self.window is None else max(0, position + 1 - self.window)
+
+
+# (layer, query [1, H, T, D], key [1, K, T, D], value, rule) -> [1, H, T, D]
+_Attend = Callable[[int, Tensor, Tensor, Tensor, Rule], Tensor]
 _ATTEND: ContextVar[_Attend | None] = ContextVar("openrl_attend", default=None)
 
 
@@ -36,10 +60,13 @@ _ATTEND: ContextVar[_Attend | None] = ContextVar("openrl_attend", default=None)
 def packed(lengths: Sequence[int]) -> Iterator[None]:
     """Within the `with`, the model sees sequences of these lengths, one behind another, each by itself."""
     sizes = list(lengths)
+    together = varlen.Packed(sizes)
 
-    def attend(_layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(_layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+        if varlen.fits(query, softcap=rule.softcap):
+            return together.attend(query, key, value, scale=rule.scale, window=rule.window)
         parts = [
-            _causal(q, k, v, scale)
+            _causal(q, k, v, rule)
             for q, k, v in zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
@@ -169,9 +196,9 @@ def cached(cache: KVCache | Sequence[KVCache], rows: Sequence[Row]) -> Iterator[
     batches = _batches(caches, rows)
     sizes = [batch.num_tokens for batch in batches]
 
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         parts = [
-            batch.attend(layer, q, k, v, scale)
+            batch.attend(layer, q, k, v, rule)
             for batch, q, k, v in zip(
                 batches, query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True
             )
@@ -195,19 +222,20 @@ class _Prefill:
 
     def __init__(self, cache: KVCache, row: Row) -> None:
         self.cache, self.row, self.num_tokens = cache, row, row.length
-        self.mask: Tensor | None = None
-        if row.start > 0:
-            mask = torch.ones(row.length, row.start + row.length, dtype=torch.bool, device=cache.keys.device)
-            self.mask = mask.tril(row.start)
+        self.masks: dict[int | None, Tensor] = {}
+        """By window: layers that see equally far share one."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         slot, start, stop = self.row.slot, self.row.start, self.row.start + self.row.length
         keys[slot, :, start:stop], values[slot, :, start:stop] = k[0], v[0]
-        if self.mask is None:
-            return _causal(q, k, v, scale)
-        k, v = keys[slot : slot + 1, :, :stop], values[slot : slot + 1, :, :stop]
-        return sdpa(q, k, v, attn_mask=self.mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        if start == 0:
+            return _causal(q, k, v, rule)
+        if rule.window not in self.masks:
+            self.masks[rule.window] = _seen(start, stop, rule, q.device)
+        held = slice(rule.first(start), stop)
+        k, v = keys[slot : slot + 1, :, held], values[slot : slot + 1, :, held]
+        return _masked(q, k, v, self.masks[rule.window], rule)
 
 
 class _Decode:
@@ -228,12 +256,11 @@ class _Decode:
         self.span = slice(first, last + 1) if last - first < 2 * len(rows) else None
         exact = self.span is None or slots == list(range(first, last + 1))
         self.places = None if exact else self.slots - first
-        self.mask: Tensor | None = None
-        if any(row.start != rows[0].start for row in rows) or self.places is not None:
-            ends = self.starts if self.places is None else self._spread(self.starts)
-            self.mask = (torch.arange(self.longest, device=device) <= ends[:, None])[:, None, None, :]
+        self.shortest = min(row.start for row in rows)
+        self.masks: dict[int | None, Tensor | None] = {}
+        """By window: layers that see equally far share one."""
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.slots, :, self.starts] = k[0].transpose(0, 1)
         values[self.slots, :, self.starts] = v[0].transpose(0, 1)
@@ -241,10 +268,24 @@ class _Decode:
         q_BKGD = q[0].transpose(0, 1).reshape(self.num_tokens, k.shape[1], num_heads // k.shape[1], head_dim)
         if self.places is not None:
             q_BKGD = self._spread(q_BKGD)
-        out_BKGD = sdpa(q_BKGD, self._held(keys), self._held(values), attn_mask=self.mask, scale=scale)
+        if rule.window not in self.masks:
+            self.masks[rule.window] = self._mask(rule)
+        first = rule.first(self.shortest)
+        out_BKGD = _masked(q_BKGD, self._held(keys, first), self._held(values, first), self.masks[rule.window], rule)
         if self.places is not None:
             out_BKGD = out_BKGD[self.places]
         return out_BKGD.reshape(self.num_tokens, num_heads, head_dim).transpose(0, 1).unsqueeze(0)
+
+    def _mask(self, rule: Rule) -> Tensor | None:
+        """What each row sees of the positions that are read, [B, 1, 1, L]; None where that is all."""
+        if self.places is None and self.shortest + 1 == self.longest:
+            return None
+        ends_B1 = (self.starts if self.places is None else self._spread(self.starts))[:, None]
+        columns_L = torch.arange(rule.first(self.shortest), self.longest, device=ends_B1.device)
+        seen_BL = columns_L <= ends_B1
+        if rule.window is not None:
+            seen_BL &= columns_L > ends_B1 - rule.window
+        return seen_BL[:, None, None, :]
 
     def _spread(self, rows: Tensor) -> Tensor:
         """Put each row at the place of its slot in the span, zeros between them."""
@@ -252,9 +293,9 @@ class _Decode:
         spread = rows.new_zeros(self.span.stop - self.span.start, *rows.shape[1:])
         return spread.index_copy_(0, self.places, rows)
 
-    def _held(self, store: Tensor) -> Tensor:
-        held = store[self.span] if self.span is not None else store[:, :, : self.longest].index_select(0, self.slots)
-        return held[:, :, : self.longest]
+    def _held(self, store: Tensor, first: int) -> Tensor:
+        read = store[:, :, first : self.longest]
+        return read[self.span] if self.span is not None else read.index_select(0, self.slots)
 
 
 def _batches(caches: Sequence[KVCache], rows: Sequence[Row]) -> list[_Prefill | _Decode]:
@@ -276,8 +317,39 @@ def _zeros(shape: Sequence[int], loaded: "LoadedModel") -> Tensor:
     return torch.frombuffer(pages, dtype=loaded.dtype).view(*shape)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    return sdpa(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+def _causal(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+    """One whole sequence, each token seeing itself and what its rule lets it see before."""
+    length = q.shape[2]
+    if rule.softcap is None and (rule.window is None or length <= rule.window):
+        return sdpa(q, k, v, is_causal=True, scale=rule.scale, enable_gqa=q.shape[1] != k.shape[1])
+    parts = []
+    for start in range(0, length, block := max(BLOCK, rule.window or 0)):
+        stop = min(start + block, length)
+        held = slice(rule.first(start), stop)
+        mask = _seen(start, stop, rule, q.device)
+        parts.append(_masked(q[:, :, start:stop], k[:, :, held], v[:, :, held], mask, rule))
+    return torch.cat(parts, 2)
+
+
+def _seen(start: int, stop: int, rule: Rule, device: torch.device) -> Tensor:
+    """What the tokens at [start, stop) see of the positions from the first that any of them does, [rows, positions]."""
+    rows = torch.arange(start, stop, device=device)[:, None]
+    columns = torch.arange(rule.first(start), stop, device=device)
+    seen = columns <= rows
+    return seen if rule.window is None else seen & (columns > rows - rule.window)
+
+
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
+    """Attend where `mask` holds, everywhere without one."""
+    if rule.softcap is None:
+        return sdpa(q, k, v, attn_mask=mask, scale=rule.scale, enable_gqa=q.shape[1] != k.shape[1])
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    scores = (grouped @ k.unsqueeze(2).transpose(-1, -2)) * (rule.scale / rule.softcap)
+    scores = scores.tanh() * rule.softcap
+    if mask is not None:
+        scores = scores.masked_fill(~(mask if mask.ndim == 2 else mask.unsqueeze(1)), -math.inf)
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return (weights @ v.unsqueeze(2)).flatten(1, 2)
 
 
 @contextmanager
@@ -298,7 +370,8 @@ def _forward(
         raise RuntimeError("attention is only defined inside `packed` or `cached`")
     assert attention_mask is None, "transformers built a mask for packed attention"
     layer: Any = module.layer_idx
-    return attend(layer, query, key, value, options["scaling"]).transpose(1, 2), None
+    rule = Rule(options["scaling"], options.get("sliding_window"), options.get("softcap"))
+    return attend(layer, query, key, value, rule).transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, _forward)

@@ -4,7 +4,11 @@ For each target module the adapter adds `scale * B @ A` to a frozen weight, scal
 whatever the rank (Schulman et al. 2025, "LoRA Without Regret"). A is drawn uniformly within 1 / sqrt(in),
 which is Kaiming's bound at a = sqrt(5), and B is zero: a new adapter changes nothing.
 
-Axes: `R` rank, `I` inputs and `O` outputs of a module. Factors are float32, in memory and on disk.
+A stack of experts has one adapter for each of them: stacked in memory, as modules of their own on disk
+(`experts.gate_proj` is `experts.0.gate_proj`, `experts.1.gate_proj` ...), which is how PEFT and vLLM name them.
+
+Axes: `E` experts of a stack, `R` rank, `I` inputs and `O` outputs of a module. Factors are float32, in memory and
+on disk.
 Safetensors and JSON are the only formats; nothing is unpickled.
 """
 
@@ -34,6 +38,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 GRADIENTS_FILE = "gradients.safetensors"
 _PREFIX = "base_model.model."
+_FACTORS = ("lora_A", "lora_B")
 # Options of PEFT that change what an adapter computes, with the values under which it is a plain LoRA.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "alpha_pattern": ({}, None),
@@ -60,8 +65,11 @@ class Base(Protocol):
         """Where the factors go."""
 
     @property
-    def shapes(self) -> Mapping[str, tuple[int, int]]:
-        """Every module that may have an adapter -> (inputs, outputs), in the model's own order."""
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every module that may have an adapter -> (inputs, outputs), or (experts, inputs, outputs) of a stack of them.
+
+        In the model's own order.
+        """
 
     def targets(self, train_attn: bool, train_mlp: bool, train_unembed: bool) -> tuple[str, ...]:
         """The modules that these flags select, in the model's own order."""
@@ -73,7 +81,7 @@ class Adapter:
 
     rank: int
     weights: dict[str, tuple[Tensor, Tensor]] = field(repr=False)
-    """Module path -> (A [R, I], B [O, R]), in the base model's order of modules."""
+    """Module path -> (A [R, I], B [O, R]), [E, R, I] and [E, O, R] of a stack; in the base model's order of modules."""
     alpha: float = ALPHA
 
     @classmethod
@@ -101,9 +109,9 @@ class Adapter:
         generator = torch.Generator(device="cpu").manual_seed(seed % 2**63)
         weights = {}
         for name in targets:
-            inputs, outputs = base.shapes[name]
-            a_RI = torch.empty(rank, inputs).uniform_(-(inputs**-0.5), inputs**-0.5, generator=generator)
-            weights[name] = (a_RI, torch.zeros(outputs, rank))
+            *stack, inputs, outputs = base.shapes[name]
+            a_RI = torch.empty(*stack, rank, inputs).uniform_(-(inputs**-0.5), inputs**-0.5, generator=generator)
+            weights[name] = (a_RI, torch.zeros(*stack, outputs, rank))
         return cls(rank=rank, weights=weights).to(base.device).requires_grad_(True)
 
     @property
@@ -121,7 +129,7 @@ class Adapter:
         return [tensor for pair in self.weights.values() for tensor in pair]
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The same, with `<module>.lora_A` and `<module>.lora_B`: the stem of every tensor name on disk."""
+        """The same, with `<module>.lora_A` and `<module>.lora_B`: what moments and gradients are called on disk."""
         for name, (a_RI, b_OR) in self.weights.items():
             yield f"{name}.lora_A", a_RI
             yield f"{name}.lora_B", b_OR
@@ -147,8 +155,7 @@ class Adapter:
 
 def save_adapter(directory: Path, adapter: Adapter, base_model_name: str) -> None:
     """Write PEFT's two files into an existing directory: LoRA factors only, never a whole head."""
-    tensors = {f"{_PREFIX}{name}.weight": tensor for name, tensor in adapter.named_parameters()}
-    save_tensors(directory / WEIGHTS_FILE, tensors)
+    save_tensors(directory / WEIGHTS_FILE, _peft_tensors(adapter))
     config = {
         "base_model_name_or_path": base_model_name,
         "bias": "none",
@@ -176,12 +183,15 @@ def load_adapter(directory: Path, base: Base, *, trainable: bool = False) -> Ada
     """
     config = _config(directory)
     rank, alpha = config["r"], float(config["lora_alpha"])
-    expected = _expected_shapes(base, rank, config["target_modules"])
-    tensors = load_tensors(directory / WEIGHTS_FILE, expected)
-    names = [name for name in base.shapes if f"{_PREFIX}{name}.lora_A.weight" in expected]
-    weights = {
-        name: (tensors[f"{_PREFIX}{name}.lora_A.weight"], tensors[f"{_PREFIX}{name}.lora_B.weight"]) for name in names
+    targets = _targeted(base, config["target_modules"])
+    expected = {
+        f"{_PREFIX}{single}.{factor}.weight": shape
+        for name in targets
+        for single in _singles(name, base.shapes[name])
+        for factor, shape in _factor_shapes(base.shapes[name], rank).items()
     }
+    tensors = load_tensors(directory / WEIGHTS_FILE, expected)
+    weights = {name: _joined(tensors, name, base.shapes[name]) for name in targets}
     return Adapter(rank=rank, alpha=alpha, weights=weights).to(base.device).requires_grad_(trainable)
 
 
@@ -255,19 +265,42 @@ def _config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _expected_shapes(base: Base, rank: int, targets: list[str]) -> dict[str, tuple[int, int]]:
-    """Tensor name -> shape for every module of the base that `targets` means, as PEFT reads that list."""
-    chosen = [name for name in base.shapes if any(name == target or name.endswith(f".{target}") for target in targets)]
+def _targeted(base: Base, targets: list[str]) -> list[str]:
+    """Every module of the base that `targets` means, as PEFT reads that list."""
     unknown = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in base.shapes)]
     if unknown:
         served = sorted({name.rsplit(".", 1)[-1] for name in base.shapes})
         raise InvalidRequest(f"target_modules {unknown} are not modules that this base adapts; those are {served}")
-    shapes = {}
-    for name in chosen:
-        inputs, outputs = base.shapes[name]
-        shapes[f"{_PREFIX}{name}.lora_A.weight"] = (rank, inputs)
-        shapes[f"{_PREFIX}{name}.lora_B.weight"] = (outputs, rank)
-    return shapes
+    return [name for name in base.shapes if any(name == target or name.endswith(f".{target}") for target in targets)]
+
+
+def _singles(name: str, shape: tuple[int, ...]) -> list[str]:
+    """What a module is called on disk; each expert of a stack has a name of its own."""
+    if len(shape) == 2:
+        return [name]
+    stack, _, leaf = name.rpartition(".")
+    return [f"{stack}.{number}.{leaf}" for number in range(shape[0])]
+
+
+def _factor_shapes(shape: tuple[int, ...], rank: int) -> dict[str, tuple[int, int]]:
+    return {"lora_A": (rank, shape[-2]), "lora_B": (shape[-1], rank)}
+
+
+def _peft_tensors(adapter: Adapter) -> dict[str, Tensor]:
+    """Every factor under its name on disk."""
+    tensors: dict[str, Tensor] = {}
+    for name, (a_RI, b_OR) in adapter.weights.items():
+        for factor, whole in (("lora_A", a_RI), ("lora_B", b_OR)):
+            names = _singles(name, tuple(whole.shape))
+            parts = [whole] if whole.ndim == 2 else whole.detach().cpu().unbind()
+            tensors |= {f"{_PREFIX}{one}.{factor}.weight": part for one, part in zip(names, parts, strict=True)}
+    return tensors
+
+
+def _joined(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """A and B of one module from the tensors on disk."""
+    a, b = ([tensors[f"{_PREFIX}{one}.{factor}.weight"] for one in _singles(name, shape)] for factor in _FACTORS)
+    return (a[0], b[0]) if len(shape) == 2 else (torch.stack(a), torch.stack(b))
 
 
 def _few(what: str, names: list[str]) -> str:
