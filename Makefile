@@ -13,7 +13,7 @@ SDKS := 0.6.3 0.18.2 0.24.1 0.30.4 0.38.0
 MYPY := $(BIN)/mypy -p openrl
 PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help install demo bench chaos test test-full test-wheel test-cookbook test-sdks openapi compatibility lint format proto clean
+.PHONY: help install demo bench mixed-curves chaos test test-full test-wheel test-cookbook test-sdks openapi compatibility lint format proto clean
 
 help: ## Say what can be made
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -67,6 +67,9 @@ test-sdks: install $(SDKS:%=.venv-sdk-%/.installed) ## Run one session under eac
 
 bench: install ## Measure what the service costs over a plain loop: one JSON line a figure, some minutes
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+mixed-curves: install ## Train eight runs at once and each alone, and compare their curves: a few minutes
+	$(BIN)/python experiments/mixed_curves.py $(ARGS)
 
 lint: install ## Check style, types and who imports whom
 	$(BIN)/ruff check .

@@ -61,6 +61,7 @@ class Recovery:
             run.applied = operation.seq_id
         if run.applied != applied:
             raise RecoveryFailed(f"run {run_id!r} can be rebuilt to operation {run.applied} only, not to {applied}")
+        self._device.arena.admit([run])
         reach("trainer.restored")
         log.info(
             "rebuilt run %s: snapshot read in %.0f ms, %d operations repeated in %.0f ms, now at %d",

@@ -21,7 +21,7 @@ _SHOWN = 200
 """How much of a failure's text is told again."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Run:
     """One LoRA run. Its identity is the object itself: a run that is rebuilt is another object."""
 
@@ -57,9 +57,22 @@ class Run:
     @property
     def size_bytes(self) -> int:
         """Memory of adapter, moments and gradient."""
+        return sum(tensor.nbytes for group in self.tensors() for tensor in group)
+
+    def tensors(self) -> list[list[Tensor]]:
+        """Return parameters, both moments and gradient, in the order of the parameters; [] for what isn't there."""
         parameters = self.adapter.parameters() if self.adapter is not None else []
-        tensors = [*parameters, *self.moments.exp_avg, *self.moments.exp_avg_sq, *(self.gradient or [])]
-        return sum(tensor.nbytes for tensor in tensors)
+        return [parameters, self.moments.exp_avg, self.moments.exp_avg_sq, self.gradient or []]
+
+    def lie_on(self, groups: Sequence[list[Tensor]]) -> None:
+        """Take other tensors, of the same values, in place of those that `tensors` returns."""
+        parameters, exp_avg, exp_avg_sq, gradient = groups
+        if self.adapter is not None:
+            factors = iter(parameters)
+            for name in self.adapter.weights:
+                self.adapter.weights[name] = (next(factors), next(factors))
+        self.moments.exp_avg, self.moments.exp_avg_sq = exp_avg, exp_avg_sq
+        self.gradient = gradient or None
 
     def copy(self) -> Run:
         """Return the run as it is now, on tensors of its own: what it does next doesn't show there."""

@@ -9,7 +9,8 @@ from typing import Self
 
 PREFIX = "OPENRL_TRAINER_"
 
-_MAY_BE_0 = ("torch_threads", "token_budget", "runs_per_pass")
+_MAY_BE_0 = ("torch_threads", "token_budget", "runs_per_pass", "device_runs", "device_bytes")
+_WORDS = {"gradient_checkpointing": ("auto", "on", "off"), "entropy": ("on", "off")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,23 @@ class TrainerSettings:
     runs_per_pass: int = 0
     """Runs that share one forward and backward at most; 0: as many as the budget has room for. With 1 a run's weights
     don't depend, not by a bit, on who else trains; passes are smaller and dearer."""
+
+    device_runs: int = 0
+    """Runs whose adapter, moments and gradient lie on the device at a time; 0: no bound. The least recently used ones
+    move to host memory, and come back with the same bits. It bounds the runs of a pass as well. On a CPU, where the
+    device is the host, moving saves nothing: it is there to be tried."""
+
+    device_bytes: int = 0
+    """... or so many bytes of them; a run counts with two moments and a gradient. 0: a quarter of what a GPU has left
+    beside the base model, no bound on a CPU."""
+
+    gradient_checkpointing: str = "auto"
+    """Whether a layer keeps its input alone and computes the rest again in backward: a third more work, a tenth of the
+    memory, the same bits. `auto`: in those micro-batches for which memory would not suffice; `on`; `off`."""
+
+    entropy: str = "off"
+    """`on`: the metrics of a forward have `entropy:sum`, of what its active tokens are predicted from. No pass more,
+    but one walk more over each chunk of logits."""
 
     snapshot_operations: int = 256
     """A recovery snapshot follows after this many operations, once no gradient is pending: bounds what a takeover
@@ -74,24 +92,39 @@ class TrainerSettings:
     def __post_init__(self) -> None:
         """Refuse what makes no sense before anything is loaded."""
         for spec in fields(self):
+            if spec.name in _WORDS:
+                _check_word(spec.name, getattr(self, spec.name))
+                continue
             least = 0 if spec.name in _MAY_BE_0 else 1 if spec.type == "int" else 1e-3
             value = getattr(self, spec.name)
             if not least <= value < float("inf"):
                 raise ValueError(f"{_variable(spec.name)} must be at least {least}, not {value}")
 
+    @property
+    def most_runs_of_a_pass(self) -> int:
+        """Runs that share a pass at most, which all have to lie on the device; 0: no bound."""
+        bounds = [bound for bound in (self.runs_per_pass, self.device_runs) if bound]
+        return min(bounds, default=0)
+
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Self:
         """Read the settings. Raises ValueError naming the variable to mend."""
-        values: dict[str, float] = {}
+        values: dict[str, float | str] = {}
         for spec in fields(cls):
             text = env.get(_variable(spec.name), "")
-            if not text:
+            if not text or spec.name in _WORDS:
+                values |= {spec.name: text} if text else {}
                 continue
             try:
                 values[spec.name] = int(text) if spec.type == "int" else float(text)
             except ValueError:
                 raise ValueError(f"{_variable(spec.name)} must be a number, not {text!r}") from None
         return cls(**values)  # type: ignore[arg-type]  # each value was read as its field's own type
+
+
+def _check_word(name: str, value: object) -> None:
+    if value not in _WORDS[name]:
+        raise ValueError(f"{_variable(name)} must be one of {', '.join(_WORDS[name])}, not {value!r}")
 
 
 def _variable(name: str) -> str:

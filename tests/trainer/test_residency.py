@@ -1,0 +1,139 @@
+"""Runs that leave the device and come back are, to the bit, those that never moved."""
+
+import weakref
+from pathlib import Path
+
+import pytest
+
+from openrl.tasks.messages import OptimStep, SaveWeights
+from openrl.workers.trainer.arena import ALIGNMENT, Arena
+from openrl.workers.trainer.device import Device
+from openrl.workers.trainer.runs import Run
+from openrl.workers.trainer.settings import TrainerSettings
+from tests.trainer.bench import Bench, forward_backward
+from tests.trainer.service import Service
+from tests.trainer.test_device import bits, result
+
+RANKS = (1, 2, 3, 5, 8, 13, 32, 64)
+
+
+def housed(loaded, data_dir: Path, arena: Arena) -> Bench:
+    bench = Bench(loaded, data_dir)
+    bench.device = Device(loaded, bench.checkpoints, token_budget=96, arena=arena)
+    return bench
+
+
+@pytest.fixture
+def small(loaded, tmp_path: Path) -> Bench:
+    """A device with room for two runs."""
+    return housed(loaded, tmp_path, Arena(loaded.device, most_runs=2))
+
+
+def trained(bench: Bench, num: int, *, together: int) -> list[Run]:
+    """Let `num` runs of all ranks train in turns, `together` of them in a pass, with gradients pending meanwhile."""
+    runs = [bench.run(n, rank=RANKS[n % len(RANKS)], seed=n, train_unembed=bool(n % 3)) for n in range(num)]
+    for turn in range(2):
+        for first in range(0, num, together):
+            pairs = [(run, forward_backward(lengths=[3, 6], seed=turn)) for run in runs[first : first + together]]
+            for outcome in bench.all(*pairs):
+                result(outcome)
+        for run in runs[turn::2]:
+            assert bench.one(run, OptimStep(learning_rate=0.01, grad_clip_norm=1.0)).error is None
+    return runs
+
+
+def test_a_hundred_runs_with_eight_on_the_device_end_with_the_bits_of_those_that_never_moved(loaded, tmp_path):
+    arena = Arena(loaded.device, most_runs=8)
+    moved = trained(housed(loaded, tmp_path, arena), 100, together=8)
+    assert len(arena) == 8 and arena.parked == 92 and arena.moves > 400
+    stayed = trained(Bench(loaded, tmp_path), 100, together=8)
+    assert any(run.gradient for run in moved) and any(run.moments.step for run in moved)
+    for run, other in zip(moved, stayed, strict=True):
+        assert bits(run) == bits(other)
+
+
+def test_the_least_recently_used_run_gives_way_and_what_it_had_on_the_device_is_free(small):
+    first, second, third = (small.run(n, seed=n) for n in range(3))
+    arena = small.device.arena
+    assert [run in arena for run in (first, second, third)] == [False, True, True]
+    small.one(second, forward_backward())
+    small.one(second, OptimStep())
+    small.one(second, forward_backward())
+    held = [weakref.ref(tensor) for group in second.tensors() for tensor in group]
+    before = bits(second)
+    small.one(third, forward_backward())
+    small.one(first, forward_backward())
+    assert [run in arena for run in (first, second, third)] == [True, False, True]
+    assert len(held) == 4 * len(second.weights().parameters()) and not any(ref() for ref in held)
+    assert bits(second) == before and second.gradient is not None
+
+
+def test_a_run_that_came_back_lies_as_torch_would_have_laid_it(small):
+    runs = [small.run(n, seed=n, rank=3) for n in range(3)]
+    small.one(runs[0], forward_backward())
+    assert runs[0] in small.device.arena
+    for group in runs[0].tensors():
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in group)
+        assert all(tensor.storage_offset() % ALIGNMENT == 0 for tensor in group)
+    assert all(tensor.requires_grad and tensor.is_leaf for tensor in runs[0].weights().parameters())
+
+
+def test_a_parked_run_is_saved_and_voided_where_it_lies(small):
+    parked = small.run(0, seed=0)
+    small.one(parked, forward_backward())
+    small.run(1), small.run(2)
+    arena = small.device.arena
+    moves = arena.moves
+    assert small.one(parked, SaveWeights(name="here")).error is None
+    parked.make_void(7, "lost")
+    assert parked not in arena and arena.moves == moves
+    step = small.one(parked, OptimStep())
+    assert "operation 7" in step.error and parked in arena
+
+
+def test_a_run_that_is_dropped_leaves_its_place_to_others(small):
+    runs = [small.run(n, seed=n) for n in range(3)]
+    arena = small.device.arena
+    assert (len(arena), arena.parked) == (2, 1)
+    runs.clear()
+    assert (len(arena), arena.parked) == (0, 0)
+
+
+def test_a_bound_in_bytes_counts_a_run_with_its_moments_and_gradient(loaded, tmp_path):
+    one = sum(tensor.nbytes for tensor in Bench(loaded, tmp_path).run(0).weights().parameters())
+    arena = Arena(loaded.device, most_bytes=4 * 3 * one)
+    bench = housed(loaded, tmp_path, arena)
+    trained(bench, 1, together=1)
+    kept = [bench.run(10 + n, seed=n) for n in range(4)]
+    assert (len(arena), arena.parked) == (3, 1) and kept[0] not in arena
+
+
+def test_through_the_journal_more_runs_than_places_answer_as_those_with_places_for_all(service: Service):
+    def answers(**settings: float) -> list[dict]:
+        clients = [service.client(seed=n, rank=2 + n) for n in range(5)]
+        trainer = service.trainer(runs_per_pass=2, **settings)
+        last = []
+        for turn in range(2):
+            for client in clients:
+                client.submit(forward_backward(lengths=[5], seed=turn))
+                last.append((client, client.submit(OptimStep(learning_rate=0.01))))
+            trainer.spin()
+        assert trainer.device.arena.parked == (3 if settings else 0)
+        assert len({client.states() for client in clients}) == 1
+        trainer.die()
+        return [client.answer(seq)["metrics"] for client, seq in last]
+
+    assert answers(device_runs=2) == answers()
+
+
+def test_a_pass_has_no_more_runs_than_the_device_has_places():
+    assert TrainerSettings().most_runs_of_a_pass == 0
+    assert TrainerSettings(device_runs=8).most_runs_of_a_pass == 8
+    assert TrainerSettings(device_runs=8, runs_per_pass=3).most_runs_of_a_pass == 3
+
+
+def test_a_word_that_is_no_choice_is_refused_by_name():
+    settings = TrainerSettings.from_env({"OPENRL_TRAINER_GRADIENT_CHECKPOINTING": "on"})
+    assert settings.gradient_checkpointing == "on"
+    with pytest.raises(ValueError, match="OPENRL_TRAINER_GRADIENT_CHECKPOINTING must be one of auto, on, off"):
+        TrainerSettings.from_env({"OPENRL_TRAINER_GRADIENT_CHECKPOINTING": "yes"})
