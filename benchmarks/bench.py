@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -26,14 +24,13 @@ from statistics import median
 os.environ.update(HF_HUB_OFFLINE="1", TINKER_TELEMETRY="0", TOKENIZERS_PARALLELISM="false")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import tinker
+import mixed
 import torch
-from plain import RANK, WAYS, Batch, Plain
+from data import VOCAB, batch_of, datums, tiny_qwen3
+from figures import Figure, check, compared, figure, mean, note, show, timed
+from plain import RANK, Plain, fastest
 from polls import Site, api_memory, crowd, forward_backward
 from service import OPENRL, Running, sample, service, snapshot, step
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,18 +65,8 @@ SMALL = Size(
 """For a test: everything is called, nothing is measured."""
 SMALL_SETTINGS = {"OPENRL_TRAINER_SNAPSHOT_OPERATIONS": "16"}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Figure:
-    """One line of output. `spread` is the largest minus the smallest of the runs behind `value`."""
-
-    name: str
-    value: float
-    unit: str
-    baseline: float
-    ratio: float | None
-    runs: int
-    spread: float
+CROWDED, CROWDED_SETTINGS = "heartbeat_p99_ms", {"OPENRL_API_WORKERS": "2"}
+"""This figure is asked of a service with two API processes; it has one of its own."""
 
 
 class Bench:
@@ -88,15 +75,14 @@ class Bench:
     def __init__(self, running: Running, name: str, path: Path, size: Size) -> None:
         self.size = size
         self.running, self.name = running, name
-        self.vocab = 512
         self.plain = Plain(path)
         self.run = running.client.create_lora_training_client(name, rank=RANK).result()
 
     def pair_over_plain_ms(self) -> Figure:
         """A short datum and its step: what the way through the service adds."""
-        batch = self._batch([32])
+        batch = batch_of([32])
         data = datums(batch)
-        plain, served = self._both(
+        plain, served = self.both(
             lambda: self.plain.step(batch, "one-by-one"), lambda: step(self.run, data), times=self.size.pairs
         )
         over = [1e3 * (slow - fast) for slow, fast in zip(served, plain, strict=True)]
@@ -107,9 +93,9 @@ class Bench:
         least = min(16, self.size.longest)
         lengths = torch.linspace(least, self.size.longest, num_datums).round().long()
         order = torch.randperm(num_datums, generator=torch.Generator().manual_seed(1))
-        batch = self._batch(lengths[order].tolist())
+        batch = batch_of(lengths[order].tolist())
         data, tokens = datums(batch), int(lengths.sum())
-        ways = sorted(WAYS, key=lambda way: timed(partial(self.plain.step, batch, way), steps)[-1])
+        ways = fastest(self.plain, batch, steps)
         step(self.run, data)
         note(f"{name}: {tokens} tokens, the plain loop is fastest {ways[0]}, then {ways[1]}")
         plain, served = [], []
@@ -121,10 +107,10 @@ class Bench:
     def sample64_tok_s(self) -> Figure:
         """Many short samples asked for at once, against `generate` on the whole batch."""
         size = self.size
-        prompts = torch.randint(self.vocab, (size.samples, 16), generator=torch.Generator().manual_seed(2))
+        prompts = torch.randint(VOCAB, (size.samples, 16), generator=torch.Generator().manual_seed(2))
         sampler = self.run.save_weights_and_get_sampling_client()
         total = size.samples * size.tokens
-        plain, served = self._both(
+        plain, served = self.both(
             lambda: self.plain.generate(prompts, size.tokens),
             lambda: check(sample(sampler, prompts.tolist(), size.tokens) == total, "a sample came back short"),
         )
@@ -133,7 +119,7 @@ class Bench:
     def save_to_first_token_ms(self) -> Figure:
         """From the call that saves weights for sampling to a first token drawn from them."""
         prompt = list(range(16))
-        plain, served = self._both(
+        plain, served = self.both(
             lambda: self.plain.save_and_generate(torch.tensor([prompt])),
             lambda: check(
                 sample(self.run.save_weights_and_get_sampling_client(), [prompt], 1) == 1, "no token was drawn"
@@ -157,7 +143,7 @@ class Bench:
     def snapshot_step_ratio(self) -> Figure:
         """A step beside the writing of a recovery snapshot, against those since the snapshot before it."""
         run = self.running.client.create_lora_training_client(self.name, rank=RANK).result()
-        data = datums(self._batch([32]))
+        data = datums(batch_of([32]))
         step(run, data)
         seconds, taken_after = [0.0], [0]  # by number of step
         while len(taken_after) <= self.size.snapshots:
@@ -168,55 +154,13 @@ class Bench:
         ratios = [seconds[now] / median(seconds[before + 1 : now]) for before, now in pairwise(taken_after)]
         return figure("snapshot_step_ratio", ratios, "x", [1.0], ratio=median(ratios))
 
-    def _both(
+    def both(
         self, plain: Callable[[], object], served: Callable[[], object], *, times: int = 1
     ) -> tuple[list[float], list[float]]:
         """Return seconds a call, run by run, after one round that isn't counted."""
         rounds = [(mean(timed(plain, times)), mean(timed(served, times))) for _ in range(self.size.runs + 1)]
         first, second = zip(*rounds[1:], strict=True)
         return list(first), list(second)
-
-    def _batch(self, lengths: list[int]) -> Batch:
-        draw = torch.Generator().manual_seed(0)
-        rows = [torch.randint(self.vocab, (length + 1,), generator=draw) for length in lengths]
-        return [(row[:-1], row[1:]) for row in rows]
-
-
-def datums(batch: Batch) -> list[tinker.Datum]:
-    """Return a batch as the SDK sends it."""
-    return [
-        tinker.Datum(
-            model_input=tinker.ModelInput.from_ints(tokens.tolist()),
-            loss_fn_inputs={
-                "target_tokens": tinker.TensorData.from_torch(targets),
-                "weights": tinker.TensorData.from_torch(torch.ones(len(targets))),
-            },
-        )
-        for tokens, targets in batch
-    ]
-
-
-def tiny_qwen3(path: Path) -> Path:
-    """Write a small random Qwen3 with a tokenizer of one word a token, which nothing here reads."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=512,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        dtype="float32",
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    words = {str(token): token for token in range(512)}
-    Tokenizer(WordLevel(words, unk_token="0")).save(str(path / "tokenizer.json"))  # noqa: S106  # a word, no secret
-    return path
 
 
 def smol(home: Path) -> Path:
@@ -225,50 +169,6 @@ def smol(home: Path) -> Path:
     if not (path / "config.json").exists():
         subprocess.run([OPENRL, "model", "fetch", "smollm2-135m-instruct", "--to", path], check=True, stdout=sys.stderr)
     return path
-
-
-def timed(call: Callable[[], object], times: int) -> list[float]:
-    """Return the seconds that each call took."""
-    seconds = []
-    for _ in range(times):
-        began = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - began)
-    return seconds
-
-
-def mean(values: list[float]) -> float:
-    """Return the mean."""
-    return sum(values) / len(values)
-
-
-def figure(name: str, values: list[float], unit: str, baseline: list[float], *, ratio: float | None = None) -> Figure:
-    """Return the line for a figure's runs."""
-    return Figure(
-        name=name,
-        value=round(median(values), 3),
-        unit=unit,
-        baseline=round(median(baseline), 3),
-        ratio=None if ratio is None else round(ratio, 3),
-        runs=len(values),
-        spread=round(max(values) - min(values), 3),
-    )
-
-
-def compared(name: str, values: list[float], unit: str, baseline: list[float]) -> Figure:
-    """Return the line for a figure whose target is a ratio to the baseline."""
-    return figure(name, values, unit, baseline, ratio=median(values) / median(baseline))
-
-
-def check(holds: bool, otherwise: str) -> None:
-    """Stop when the service didn't do what was measured."""
-    if not holds:
-        sys.exit(f"bench: {otherwise}")
-
-
-def note(text: str) -> None:
-    """Tell whoever watches; standard output is for the figures."""
-    print(f"bench: {text} (load {os.getloadavg()[0]:.1f})", file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -289,8 +189,12 @@ def main() -> None:
         models = {TINY: tiny_qwen3(Path(folder) / "tiny")}
         if any(FIGURES[name][0] == SMOL for name in wanted):
             models[SMOL] = models[TINY] if args.small else smol(args.home)
-        with service(models, SMALL_SETTINGS if args.small else None) as running:
-            measure(running, models, size, wanted)
+        crowded = [name for name in wanted if name == CROWDED and not args.small]
+        others = [name for name in wanted if name not in crowded]
+        for names, settings in ((others, SMALL_SETTINGS if args.small else {}), (crowded, CROWDED_SETTINGS)):
+            if names:
+                with service(models, settings) as running:
+                    measure(running, models, size, names)
 
 
 FIGURES: dict[str, tuple[str, Callable[[Bench], Figure]]] = {
@@ -299,7 +203,10 @@ FIGURES: dict[str, tuple[str, Callable[[Bench], Figure]]] = {
     "sample64_tok_s": (TINY, Bench.sample64_tok_s),
     "save_to_first_token_ms": (TINY, Bench.save_to_first_token_ms),
     "heartbeat_p99_ms": (TINY, Bench.heartbeat_p99_ms),
+    "mixed8_tok_s": (TINY, lambda bench: mixed.tok_s(bench, "mixed8_tok_s", times=bench.size.steps)),
+    "mixed8_small": (TINY, lambda bench: mixed.small(bench, "mixed8_small")),
     "train_tok_s_smol": (SMOL, lambda bench: bench.train_tok_s("train_tok_s_smol", bench.size.smol_datums, steps=1)),
+    "mixed8_tok_s_smol": (SMOL, lambda bench: mixed.tok_s(bench, "mixed8_tok_s_smol", times=1)),
     "snapshot_step_ratio": (SMOL, Bench.snapshot_step_ratio),
 }
 
@@ -314,7 +221,7 @@ def measure(running: Running, models: dict[str, Path], size: Size, wanted: list[
             bench, served = Bench(running, model, models[model], size), model
             gc.collect()
             gc.freeze()  # what a loop's own process doesn't hold must not slow the client's collector down
-        print(json.dumps(asdict(take(bench))), flush=True)
+        show(take(bench))
 
 
 if __name__ == "__main__":

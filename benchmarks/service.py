@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,9 @@ import tinker
 OPENRL = Path(sys.executable).with_name("openrl")
 START_S, STOP_S = 120, 20
 ADAMW = tinker.AdamParams(learning_rate=1e-4, beta1=0.9, beta2=0.95, eps=1e-12)
+
+Steps = Sequence[tuple[tinker.TrainingClient, list[tinker.Datum]]]
+"""Runs, each with the data of its next step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +73,15 @@ def snapshot(running: Running, run: tinker.TrainingClient) -> int:
 
 def step(run: tinker.TrainingClient, data: list[tinker.Datum]) -> None:
     """Take one training step, both operations sent before either is waited for."""
-    forward_backward = run.forward_backward(data, "cross_entropy")
-    optim_step = run.optim_step(ADAMW)
-    forward_backward.result()
-    optim_step.result()
+    steps([(run, data)])
+
+
+def steps(work: Steps) -> None:
+    """Take one training step of each run, everything sent before anything is waited for."""
+    asked = [(run.forward_backward(data, "cross_entropy"), run.optim_step(ADAMW)) for run, data in work]
+    for forward_backward, optim_step in asked:
+        forward_backward.result()
+        optim_step.result()
 
 
 def sample(sampler: tinker.SamplingClient, prompts: list[list[int]], num_tokens: int) -> int:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from openrl.tasks.messages import Datum
-from openrl.workers.trainer.batch import Load, micro_batches, num_tokens
+from openrl.workers.trainer.batch import Load, Packing, micro_batches, num_tokens
 
 CPU = torch.device("cpu")
 
@@ -79,3 +79,16 @@ def test_an_operation_alone_is_cut_as_if_nothing_else_existed():
     again = [batch.lengths for batch in micro_batches([Load(owner="b", data=data)], token_budget=15, device=CPU)]
     assert first == again
     assert num_tokens(data) == 29
+
+
+def test_a_pass_of_any_lengths_and_owners_is_packed_with_less_than_5_percent_of_waste():
+    draw, packing = random.Random(3), Packing()
+    loads = [
+        Load(owner=owner, data=tuple(datum(draw.randint(1, 700), n) for n in range(draw.randint(1, 9))))
+        for owner in range(8)
+    ]
+    for batch in micro_batches(loads, token_budget=1024, device=torch.device("cpu")):
+        packing.add(batch)
+    assert packing.tokens == sum(num_tokens(load.data) for load in loads)
+    assert packing.waste < 0.05 and str(packing).endswith("waste 0.0 %")
+    assert packing.micro_batches <= 2 * packing.tokens / 1024 + 1

@@ -53,6 +53,19 @@ def test_singles_of_one_run_and_forwards_of_another_are_in_one_pass():
     assert names(plan.packed) == [("b", 1)]
 
 
+def test_steps_of_different_runs_are_committed_together_and_any_other_single_by_itself():
+    step, save, fb = ("optim_step", 0), ("save_weights", 0), ("forward_backward", 10)
+    queues = [queue("a", step, save), queue("b", step, step), queue("c", step), queue("d", save), queue("e", fb)]
+    plan = Planner(token_budget=10_000).plan(queues)
+    groups = plan.groups()
+    assert [one for group in groups for one in group] == [*plan.singles, *plan.packed]
+    assert groups[-1] == list(plan.packed) and names(plan.packed) == [("e", 1)]
+    assert max(map(len, groups)) == 3
+    for group in groups:
+        assert len({one.run for one in group}) == len(group)
+        assert len(group) == 1 or {one.kind for one in group} == {"optim_step"}
+
+
 def test_an_operation_over_the_budget_runs_by_itself():
     plan = Planner(token_budget=100).plan([queue("a", ("forward", 5000)), queue("b", ("forward", 10))])
     assert len(plan.packed) == 1

@@ -4,24 +4,42 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from openrl.workers.model.logprobs import target_logprobs
+from openrl.workers.model.logprobs import Share, target_logprobs
 
 T, D, V, R = 37, 24, 300, 5
 
 
 @pytest.mark.parametrize("targets_shape", [(T,), (T, 1), (T, 4)])
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * V * 8, 64 << 20])
+@pytest.mark.parametrize("keep_bytes", [0, 4 * V * 19, 64 << 20])
 @pytest.mark.parametrize("with_lora", [True, False])
-def test_values_and_gradients_equal_the_dense_log_softmax(targets_shape, chunk_bytes, with_lora):
+def test_values_and_gradients_equal_the_dense_log_softmax(targets_shape, chunk_bytes, keep_bytes, with_lora):
     hidden_TD, head_VD, lora = tensors(with_lora)
     targets = torch.randint(0, V, targets_shape)
     upstream = torch.randn(targets_shape)
-    inputs = [hidden_TD, *(lora[:2] if lora else ())]
+    inputs = [hidden_TD, *(factor for share in lora for factor in share[2:4])]
 
-    ours = target_logprobs(hidden_TD, head_VD, targets, lora=lora, chunk_bytes=chunk_bytes)
+    ours = target_logprobs(hidden_TD, head_VD, targets, lora=lora, chunk_bytes=chunk_bytes, keep_bytes=keep_bytes)
     theirs = dense(hidden_TD, head_VD, targets, lora)
 
     assert ours.shape == targets.shape and ours.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    for mine, expected in zip(
+        torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(theirs, inputs, upstream), strict=True
+    ):
+        assert (mine - expected).norm() < 1e-5 * expected.norm()
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 4 * V * 19, 64 << 20])
+def test_each_adapter_of_the_head_has_its_own_rows_wherever_a_chunk_ends(keep_bytes):
+    hidden_TD, head_VD, _ = tensors(False)
+    lora = [adapter(0, 9, 3), adapter(9, 10, 1), adapter(20, T, 7)]
+    targets, upstream = torch.randint(0, V, (T, 2)), torch.randn(T, 2)
+    inputs = [hidden_TD, *(factor for share in lora for factor in share[2:4])]
+
+    ours = target_logprobs(hidden_TD, head_VD, targets, lora=lora, chunk_bytes=4 * V * 6, keep_bytes=keep_bytes)
+    theirs = dense(hidden_TD, head_VD, targets, lora)
+
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
     for mine, expected in zip(
         torch.autograd.grad(ours, inputs, upstream), torch.autograd.grad(theirs, inputs, upstream), strict=True
@@ -39,40 +57,45 @@ def test_one_target_named_twice_counts_twice():
     torch.testing.assert_close(ours, 2 * once)
 
 
-def test_no_tensor_as_large_as_all_logits_is_ever_made():
+@pytest.mark.parametrize("keep", [0, 4 * V * 8])
+def test_no_tensor_as_large_as_all_logits_is_ever_made(keep):
     hidden_TD, head_VD, lora = tensors(True)
     chunk = 4
     with Largest() as seen:
         target_logprobs(
-            hidden_TD, head_VD, torch.zeros(T, dtype=torch.long), lora=lora, chunk_bytes=4 * V * chunk
+            hidden_TD, head_VD, torch.zeros(T, dtype=torch.long), lora=lora, chunk_bytes=4 * V * chunk, keep_bytes=keep
         ).sum().backward()
 
     assert seen.elements <= max(chunk * V, V * D, T * D) < T * V
 
 
-def test_what_is_kept_for_backward_is_no_logits():
+@pytest.mark.parametrize("rows", [0, 1, T - 1, T, T + 9])
+def test_of_the_logits_no_more_is_kept_for_backward_than_may_be(rows):
     hidden_TD, head_VD, lora = tensors(True)
     saved = []
 
     def pack(tensor):
-        saved.append(tensor.numel())
+        saved.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        target_logprobs(hidden_TD, head_VD, torch.zeros(T, dtype=torch.long), lora=lora)
+        target_logprobs(
+            hidden_TD, head_VD, torch.zeros(T, dtype=torch.long), lora=lora, chunk_bytes=32 * V, keep_bytes=4 * V * rows
+        )
 
-    assert max(saved) == V * D
+    logits = [tensor for tensor in saved if tensor.shape[-1] == V and tensor is not head_VD]
+    assert sum(len(tensor) for tensor in logits) == (T if rows >= T else 0)
 
 
 def test_a_frozen_body_and_no_gradients_at_all_work_too():
     hidden_TD, head_VD, lora = tensors(True)
     targets = torch.randint(0, V, (T,))
 
-    (only_a,) = torch.autograd.grad(target_logprobs(hidden_TD.detach(), head_VD, targets, lora=lora).sum(), lora[0])
+    (only_a,) = torch.autograd.grad(target_logprobs(hidden_TD.detach(), head_VD, targets, lora=lora).sum(), lora[0].a)
     with torch.no_grad():
         silent = target_logprobs(hidden_TD, head_VD, targets, lora=lora)
 
-    (expected,) = torch.autograd.grad(dense(hidden_TD, head_VD, targets, lora).sum(), lora[0])
+    (expected,) = torch.autograd.grad(dense(hidden_TD, head_VD, targets, lora).sum(), lora[0].a)
     assert (only_a - expected).norm() < 1e-5 * expected.norm()
     assert not silent.requires_grad
     assert not target_logprobs(hidden_TD.detach(), head_VD, targets).requires_grad
@@ -116,17 +139,22 @@ class Largest(TorchDispatchMode):
         return out
 
 
+def adapter(start, stop, rank):
+    a_RD, b_VR = torch.randn(rank, D, requires_grad=True), torch.randn(V, rank, requires_grad=True)
+    return Share(start, stop, a_RD, b_VR, 0.3)
+
+
 def tensors(with_lora):
     torch.manual_seed(0)
     hidden_TD, head_VD = torch.randn(T, D, requires_grad=True), torch.randn(V, D)
     a_RD, b_VR = torch.randn(R, D, requires_grad=True), torch.randn(V, R, requires_grad=True)
-    return hidden_TD, head_VD, (a_RD, b_VR, 0.3) if with_lora else None
+    return hidden_TD, head_VD, [Share(0, T, a_RD, b_VR, 0.3)] if with_lora else []
 
 
 def dense(hidden_TD, head_VD, targets, lora):
     logits_TV = hidden_TD @ head_VD.t()
-    if lora is not None:
-        a_RD, b_VR, scale = lora
-        logits_TV = logits_TV + scale * hidden_TD @ a_RD.t() @ b_VR.t()
+    for start, stop, a_RD, b_VR, scale in lora:
+        added_SV = scale * hidden_TD[start:stop] @ a_RD.t() @ b_VR.t()
+        logits_TV = torch.cat([logits_TV[:start], logits_TV[start:stop] + added_SV, logits_TV[stop:]])
     all_TV = logits_TV.log_softmax(-1)
     return all_TV.gather(1, targets) if targets.ndim == 2 else all_TV.gather(1, targets[:, None]).squeeze(1)

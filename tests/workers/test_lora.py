@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from openrl.tasks.errors import InvalidRequest
 from openrl.workers.model.attention import hidden_states, packed, positions
 from openrl.workers.model.loading import load
-from openrl.workers.model.logprobs import head_logits, target_logprobs
+from openrl.workers.model.logprobs import head_logits, head_shares, target_logprobs
 from openrl.workers.model.lora import Adapter, Segment, routing
 from openrl.workers.weights.adapter import save_adapter
 from tests.tiny import make_tiny_model
@@ -235,14 +235,7 @@ def logprobs(loaded, tokens_T, lengths, owners):
     segments = [Segment(end - n, end, owner) for end, n, owner in zip(ends, lengths, owners, strict=True)]
     with packed(lengths), routing(segments):
         hidden_TD = hidden_states(loaded, tokens_T, positions(lengths))
-    return torch.cat(
-        [
-            target_logprobs(hidden_SD, loaded.head, target_S, lora=owner.factors("lm_head") if owner else None)
-            for hidden_SD, target_S, owner in zip(
-                hidden_TD.split(lengths), tokens_T.split(lengths), owners, strict=True
-            )
-        ]
-    )
+    return target_logprobs(hidden_TD, loaded.head, tokens_T, lora=head_shares(loaded, segments))
 
 
 def peft_model(base_dir, adapter_dir):

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from openrl.tasks.errors import InvalidRequest
-from openrl.workers.model import attention, identity
+from openrl.workers.model import attention, identity, norms, recomputing
+from openrl.workers.model.experts import MultiLoraExperts
 from openrl.workers.model.families import Family, check, max_context
 from openrl.workers.model.lora import MultiLoraLinear
 
@@ -25,28 +26,33 @@ class LoadedModel:
 
     model: PreTrainedModel = field(repr=False)
     family: Family
-    shapes: dict[str, tuple[int, int]] = field(repr=False)
-    """Every module that may have an adapter -> (inputs, outputs), in the model's order."""
+    shapes: dict[str, tuple[int, ...]] = field(repr=False)
+    """Every module that may have an adapter -> (inputs, outputs), or (experts, inputs, outputs) of a stack of them;
+    in the model's order."""
     hidden_size: int
     vocab_size: int
     num_layers: int
     num_kv_heads: int
     head_dim: int
     max_context: int
-    """Tokens a sequence may have. Within a sliding window full attention is the same, so the window is the bound."""
+    """Tokens a sequence may have."""
     tied_embeddings: bool
     arch: str
     dtype: torch.dtype
     device: torch.device
     eos_token_ids: tuple[int, ...]
     tokenizer_path: str
+    logit_softcap: float | None = None
+    """Logits `l` are `logit_softcap * tanh(l / logit_softcap)`; None leaves them as they are."""
     digest: str = ""
     """Which weights these are; see `openrl.workers.model.identity`."""
 
     @property
     def flops_per_token(self) -> float:
         """Multiplications and additions of one token's forward, about; a backward is as much again."""
-        return 2.0 * sum(weight.numel() for weight in self.model.parameters() if weight.ndim == 2)
+        used = getattr(self.model.config, "num_experts_per_tok", None) or 1
+        weights = [weight for weight in self.model.parameters() if weight.ndim in (2, 3)]
+        return 2.0 * sum(weight.numel() * (1.0 if weight.ndim == 2 else used / len(weight)) for weight in weights)
 
     @property
     def head_name(self) -> str:
@@ -95,15 +101,29 @@ def load(
         local_files_only=True,
         use_safetensors=True,
     )
-    model.requires_grad_(False).eval().to(place)
-    return _facts(model, layout, path=Path(path), digest=digest, shapes=_replace_linears(model, layout))
+    model.to(place)  # type: ignore[arg-type]  # transformers annotates it for itself
+    return prepare(model, layout, path=Path(path), digest=digest)
 
 
-def _replace_linears(model: PreTrainedModel, layout: Family) -> dict[str, tuple[int, int]]:
-    """Put a MultiLoraLinear in place of every module that an adapter may sit on."""
-    shapes = {}
+def prepare(model: PreTrainedModel, layout: Family, *, path: Path, digest: str = "") -> LoadedModel:
+    """Freeze a model where it lies and put our linear layers into it; it was made with our attention."""
+    model.requires_grad_(False).eval()
+    shapes = _replace_modules(model, layout)
+    norms.install(model)
+    layers: Any = model.base_model.layers
+    recomputing.install(layers)
+    return _facts(model, layout, path=path, digest=digest, shapes=shapes)
+
+
+def _replace_modules(model: PreTrainedModel, layout: Family) -> dict[str, tuple[int, ...]]:
+    """Put a MultiLoraLinear in place of every module that an adapter may sit on, a MultiLoraExperts for a stack."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for name, module in list(model.named_modules()):
-        if layout.targets(name, train_attn=True, train_mlp=True, train_unembed=True):
+        if layout.experts and name.rsplit(".", 1)[-1] == layout.experts:
+            stack = MultiLoraExperts(module, name)
+            model.set_submodule(name, stack)
+            shapes |= stack.shapes
+        elif layout.targets(name, train_attn=True, train_mlp=True, train_unembed=True):
             assert isinstance(module, nn.Linear), f"{name} is no linear layer"
             model.set_submodule(name, MultiLoraLinear(module, name))
             shapes[name] = (module.in_features, module.out_features)
@@ -111,7 +131,7 @@ def _replace_linears(model: PreTrainedModel, layout: Family) -> dict[str, tuple[
 
 
 def _facts(
-    model: PreTrainedModel, layout: Family, *, path: Path, digest: str, shapes: dict[str, tuple[int, int]]
+    model: PreTrainedModel, layout: Family, *, path: Path, digest: str, shapes: dict[str, tuple[int, ...]]
 ) -> LoadedModel:
     config = model.config
     embedding: Any = model.get_input_embeddings().weight
@@ -131,6 +151,7 @@ def _facts(
         device=embedding.device,
         eos_token_ids=_eos(model),
         tokenizer_path=str(path),
+        logit_softcap=getattr(config, "final_logit_softcapping", None),
         digest=digest,
     )
 

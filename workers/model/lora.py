@@ -14,13 +14,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from openrl.workers.weights.adapter import Adapter
 
-__all__ = ["Adapter", "MultiLoraLinear", "Segment", "routing"]
+__all__ = ["Adapter", "MultiLoraLinear", "Segment", "current_route", "joined", "routing", "segments_over"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,8 @@ class Segment:
     adapter: Adapter | None
 
 
+# Start, stop and scale of each segment.
+_Spans = tuple[tuple[int, int, float], ...]
 _ROUTE: ContextVar[tuple[Segment, ...]] = ContextVar("openrl_route", default=())
 
 
@@ -41,11 +45,34 @@ def routing(segments: Sequence[Segment]) -> Iterator[None]:
 
     Tokens between or behind them get the base alone.
     """
-    token = _ROUTE.set(_route(segments))
+    token = _ROUTE.set(joined(segments))
     try:
         yield
     finally:
         _ROUTE.reset(token)
+
+
+def current_route() -> tuple[Segment, ...]:
+    """The segments that have an adapter, within a `routing`; elsewhere none."""
+    return _ROUTE.get()
+
+
+def segments_over(route: Sequence[Segment], total: int) -> list[Segment]:
+    """All `total` tokens: the segments of `route`, and those of the base alone between and behind them.
+
+    Raises:
+        ValueError: the route is longer.
+    """
+    if route and route[-1].stop > total:
+        raise ValueError(f"segments end at {route[-1].stop}, there are {total} tokens")
+    whole, position = [], 0
+    for segment in (*route, Segment(total, total, None)):
+        if segment.start > position:
+            whole.append(Segment(position, segment.start, None))
+        if segment.stop > segment.start:
+            whole.append(segment)
+        position = segment.stop
+    return whole
 
 
 class MultiLoraLinear(nn.Module):
@@ -59,66 +86,92 @@ class MultiLoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]; the leading axes together are `T`."""
-        y = nn.functional.linear(x, self.weight, self.bias)
-        route = _ROUTE.get()
-        if not route:
-            return y
-        return adapted(self.name, x.reshape(-1, self.in_features), y.view(-1, self.out_features), route).view_as(y)
+        if not (route := _ROUTE.get()):
+            return nn.functional.linear(x, self.weight, self.bias)
+        y_TO = adapted(self.name, x.reshape(-1, self.in_features), self.weight, self.bias, route)
+        return y_TO.view(*x.shape[:-1], self.out_features)
 
 
-def adapted(name: str, x_TI: Tensor, y_TO: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """`y_TO` plus every segment's own `scale * x A^T B^T` for the module `name`.
+def adapted(name: str, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, segments: Sequence[Segment]) -> Tensor:
+    """The linear layer's [T, O] plus every segment's own `scale * x A^T B^T` for the module `name`.
 
-    Without gradients `y_TO` itself is changed. `segments` are in order, without overlap.
+    `segments` are in order, without overlap; those of one adapter don't have to be neighbours. The frozen base has
+    no gradient.
     """
-    if segments and segments[-1].stop > y_TO.shape[0]:
-        raise ValueError(f"segments end at {segments[-1].stop}, there are {y_TO.shape[0]} tokens")
-    if not torch.is_grad_enabled():
-        for segment in segments:
-            if segment.adapter is not None and (factors := segment.adapter.factors(name)) is not None:
-                _add(y_TO[segment.start : segment.stop], x_TI[segment.start : segment.stop], *factors, inplace=True)
-        return y_TO
-    return _with_gradients(name, x_TI, y_TO, segments)
-
-
-def _with_gradients(name: str, x_TI: Tensor, y_TO: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """Split once and join once: slices taken one by one would each cost a whole [T, O] in backward."""
-    if len(segments) == 1 and segments[0].adapter is not None and segments[0].stop - segments[0].start == len(y_TO):
-        factors = segments[0].adapter.factors(name)
-        return y_TO if factors is None else _add(y_TO, x_TI, *factors, inplace=False)
-    owners = [s.adapter.factors(name) if s.adapter is not None else None for s in segments]
-    if all(factors is None for factors in owners):
-        return y_TO
-    sizes: list[int] = []
-    pieces: list[tuple[Tensor, Tensor, float] | None] = []
-    position = 0
-    for segment, factors in zip(segments, owners, strict=True):
-        if segment.start > position:
-            sizes.append(segment.start - position)
-            pieces.append(None)
-        sizes.append(segment.stop - segment.start)
-        pieces.append(factors)
-        position = segment.stop
-    if position < y_TO.shape[0]:
-        sizes.append(y_TO.shape[0] - position)
-        pieces.append(None)
+    if segments[-1].stop > x_TI.shape[0]:
+        raise ValueError(f"segments end at {segments[-1].stop}, there are {x_TI.shape[0]} tokens")
     parts = [
-        y_SO if factors is None else _add(y_SO, x_SI, *factors, inplace=False)
-        for x_SI, y_SO, factors in zip(x_TI.split(sizes), y_TO.split(sizes), pieces, strict=True)
+        (segment.start, segment.stop, factors)
+        for segment in segments
+        if segment.adapter is not None and (factors := segment.adapter.factors(name)) is not None
     ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if not torch.is_grad_enabled():
+        y_TO = nn.functional.linear(x_TI, weight_OI, bias_O)
+        for start, stop, (a_RI, b_OR, scale) in parts:
+            _add(y_TO[start:stop], x_TI[start:stop], a_RI, b_OR, scale)
+        return y_TO
+    if not parts:
+        return nn.functional.linear(x_TI, weight_OI, bias_O)
+    spans = tuple((start, stop, factors[2]) for start, stop, factors in parts)
+    flat = [tensor for *_, factors in parts for tensor in factors[:2]]
+    result: Tensor = _Adapted.apply(x_TI, weight_OI, bias_O, spans, *flat)
+    return result
 
 
-def _add(y_SO: Tensor, x_SI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, *, inplace: bool) -> Tensor:
-    h_SR = x_SI @ a_RI.to(x_SI.dtype).t()
-    b_RO = b_OR.to(x_SI.dtype).t()
-    if inplace:
-        return y_SO.addmm_(h_SR, b_RO, alpha=scale)
-    return torch.addmm(y_SO, h_SR, b_RO, alpha=scale)
+def _add(y_SO: Tensor, x_SI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
+    """Add the adapter's share to `y_SO`; return `A x^T` [R, S], which its gradient needs."""
+    h_RS = a_RI.to(x_SI.dtype) @ x_SI.t()
+    y_SO.addmm_(h_RS.t(), b_OR.to(x_SI.dtype).t(), alpha=scale)
+    return h_RS
 
 
-def _route(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Neighbours of one adapter joined, those of the base alone left out."""
+class _Adapted(torch.autograd.Function):
+    """One node of the graph for base and adapters: nothing is split or joined, and no gradient is summed up twice.
+
+    A product with one narrow side runs several times faster on a CPU when that side is its first, so what is of rank
+    `R` is kept as [R, S]: of 1,024 tokens and 1,536 features at rank 8, dB takes 0.5 ms in place of 2.8.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, spans: _Spans, *factors: Tensor
+    ) -> Tensor:
+        y_TO = nn.functional.linear(x_TI, weight_OI, bias_O)
+        inner = []
+        for (start, stop, scale), a_RI, b_OR in zip(spans, factors[::2], factors[1::2], strict=True):
+            inner.append(_add(y_TO[start:stop], x_TI[start:stop], a_RI, b_OR, scale))
+        ctx.spans = spans
+        ctx.save_for_backward(x_TI, weight_OI, *factors, *inner)
+        return y_TO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
+        x_TI, weight_OI, *rest = ctx.saved_tensors
+        number = 2 * len(ctx.spans)
+        factors, inner = rest[:number], rest[number:]
+        dtype = factors[0].dtype
+        dx_TI = dy_TO @ weight_OI if ctx.needs_input_grad[0] else None
+        gradients: list[Tensor | None] = []
+        for (start, stop, scale), a_RI, b_OR, h_RS in zip(ctx.spans, factors[::2], factors[1::2], inner, strict=True):
+            dy_SO = dy_TO[start:stop]
+            a_RI, b_OR = a_RI.to(dy_SO.dtype), b_OR.to(dy_SO.dtype)
+            dh_RS = b_OR.t() @ dy_SO.t()
+            if dx_TI is not None:
+                dx_TI[start:stop].addmm_(dh_RS.t(), a_RI, alpha=scale)
+            # With beta 0 what is added to counts for nothing: a product times `scale`.
+            da_RI = torch.addmm(a_RI, dh_RS, x_TI[start:stop], beta=0, alpha=scale)
+            db_RO = torch.addmm(b_OR.t(), h_RS, dy_SO, beta=0, alpha=scale)
+            gradients += da_RI.to(dtype), db_RO.to(dtype).t().contiguous()
+        return dx_TI, None, None, None, *gradients
+
+
+def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """Join neighbours of one adapter and leave out those of the base alone.
+
+    Raises:
+        ValueError: the segments overlap, or aren't in order.
+    """
     merged: list[Segment] = []
     position = 0
     for segment in segments:

@@ -58,6 +58,13 @@ class Piece:
         return [span.stop - span.start for span in self.spans]
 
     @property
+    def counts(self) -> Tensor:
+        """Which positions [n] a loss looks at: those with an advantage, or with a weight, that isn't 0."""
+        values = self.inputs.get("advantages", self.inputs.get(OPTIONAL))
+        wanted = torch.ones_like(self.targets, dtype=torch.bool) if values is None else values != 0
+        return wanted if wanted.ndim == 1 else wanted.any(1)
+
+    @property
     def start(self) -> int:
         """First token on the packed axis."""
         return self.spans[0].start
@@ -82,6 +89,31 @@ class MicroBatch:
     """int64 [T]."""
     lengths: tuple[int, ...]
     pieces: tuple[Piece, ...]
+
+
+@dataclass(slots=True)
+class Packing:
+    """How well passes were packed."""
+
+    tokens: int = 0
+    """Those of the data."""
+    positions: int = 0
+    """Those that the model computed."""
+    micro_batches: int = 0
+
+    def add(self, batch: MicroBatch) -> None:
+        """Count one micro-batch."""
+        self.tokens += sum(batch.lengths)
+        self.positions += len(batch.tokens)
+        self.micro_batches += 1
+
+    @property
+    def waste(self) -> float:
+        """Share of the positions that were nobody's: 0 as long as nothing is padded."""
+        return 1.0 - self.tokens / self.positions if self.positions else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens in {self.micro_batches} micro-batches, waste {100 * self.waste:.1f} %"
 
 
 def num_tokens(data: Sequence[Datum]) -> int:

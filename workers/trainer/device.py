@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import cast
@@ -37,10 +37,12 @@ from openrl.tasks.operations import PROTOBUF
 from openrl.tasks.wire import codec
 from openrl.workers.model.attention import hidden_states, packed, positions
 from openrl.workers.model.loading import LoadedModel
-from openrl.workers.model.logprobs import target_logprobs
-from openrl.workers.model.lora import Segment, routing
+from openrl.workers.model.logprobs import head_shares, target_logprobs
+from openrl.workers.model.lora import Adapter, Segment, routing
+from openrl.workers.model.recomputing import Recomputing
 from openrl.workers.model.threads import Threads
-from openrl.workers.trainer.batch import Load, MicroBatch, Piece, micro_batches
+from openrl.workers.trainer.arena import Arena
+from openrl.workers.trainer.batch import Load, MicroBatch, Packing, Piece, micro_batches
 from openrl.workers.trainer.checkpoints import Checkpoints
 from openrl.workers.trainer.losses import compute, merge
 from openrl.workers.trainer.optimizer import is_finite
@@ -52,14 +54,34 @@ log = logging.getLogger(__name__)
 STEP_FLOPS = 20
 """Multiplications and additions of AdamW for one parameter, about."""
 
+COMPUTED = (CreateModel, OptimStep, LoadWeights)
+"""What needs its run on the device, beside forwards; a save takes it from where it lies."""
+
 Gradients = dict[Run, list[Tensor]]
 
 
 class Device:
     """One base model and what is done with it."""
 
-    def __init__(self, loaded: LoadedModel, checkpoints: Checkpoints, *, token_budget: int) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        checkpoints: Checkpoints,
+        *,
+        token_budget: int,
+        arena: Arena | None = None,
+        recomputing: Recomputing | None = None,
+        tells_entropy: bool = False,
+    ) -> None:
+        """Compute passes in micro-batches of `token_budget`; no `arena`: every run lies on the device.
+
+        No `recomputing`: whether layers are computed again in backward is decided by the memory there is.
+        `tells_entropy`: the metrics of a forward have the entropy of what its tokens are predicted from.
+        """
+        self._tells_entropy = tells_entropy
         self._loaded = loaded
+        self.arena = Arena(loaded.device) if arena is None else arena
+        self._recomputing = recomputing or Recomputing(loaded)
         self._checkpoints = checkpoints
         self._token_budget = token_budget
         self._threads = Threads()
@@ -97,8 +119,12 @@ class Device:
 
     def _dispatch(self, work: Work) -> Outcome:
         run, message = work.run, work.message
+        if isinstance(message, COMPUTED):
+            self.arena.admit([run])
         if isinstance(message, CreateModel):
-            return self._checkpoints.create(run, message)
+            outcome = self._checkpoints.create(run, message)
+            self.arena.admit([run])  # now that it has a size
+            return outcome
         run.weights()
         if isinstance(message, OptimStep):
             self._threads.fit(STEP_FLOPS * sum(tensor.numel() for tensor in run.weights().parameters()))
@@ -118,6 +144,7 @@ class Device:
     def _forwards(self, works: list[Work]) -> list[Outcome]:
         """Run forwards in one pass. One that breaks it is found by running each of them alone."""
         try:
+            self.arena.admit(work.run for work in works)
             shares = [_Share(work) for work in works]
             gradients = self._compute([share for share in shares if not share.error])
         except Exception as error:
@@ -133,50 +160,53 @@ class Device:
     def _compute(self, shares: list[_Share]) -> Gradients:
         """Fill in every share's results and return each run's gradient. Touches no run."""
         gradients: Gradients = {}
+        packing = Packing()
         for trains in (False, True):
             chosen = [share for share in shares if share.trains is trains]
             loads = [Load(owner=share.run, data=share.message.data) for share in chosen]
             for batch in micro_batches(loads, token_budget=self._token_budget, device=self._loaded.device):
                 self._threads.fit((1 + trains) * self._flops_per_token * sum(batch.lengths))
-                with torch.set_grad_enabled(trains):
+                with torch.set_grad_enabled(trains), self._recomputing.for_tokens(sum(batch.lengths) if trains else 0):
                     losses = self._losses(batch, chosen)
                 if trains and losses:
                     _backward(losses, gradients)
+                packing.add(batch)
+        log.info("packed: %s", packing)
         return gradients
 
     def _losses(self, batch: MicroBatch, shares: list[_Share]) -> list[tuple[Run, Tensor]]:
         """Run one micro-batch; return the finite losses with their runs."""
         losses = []
-        for piece, logprobs in zip(batch.pieces, self._logprobs(batch, shares), strict=True):
+        for piece, logprobs, entropies in zip(batch.pieces, *self._logprobs(batch, shares), strict=True):
             share = shares[piece.load]
-            total = share.add(piece, logprobs)
+            total = share.add(piece, logprobs, entropies)
             if total is not None:
                 losses.append((share.run, total))
         return losses
 
-    def _logprobs(self, batch: MicroBatch, shares: list[_Share]) -> list[Tensor]:
-        """Return the log-probability of every target, piece by piece."""
+    def _logprobs(self, batch: MicroBatch, shares: list[_Share]) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Return the log-probability of every target, piece by piece, and if they are told the entropies."""
         loaded = self._loaded
-        adapters = [shares[piece.load].run.weights() for piece in batch.pieces]
-        segments = [
-            Segment(piece.start, piece.stop, adapter) for piece, adapter in zip(batch.pieces, adapters, strict=True)
-        ]
-        with packed(batch.lengths), routing(segments):
+        adapters = {piece.load: shares[piece.load].run.weights() for piece in batch.pieces}
+        with packed(batch.lengths), routing(_segments(batch.pieces, adapters)):
             hidden_TD = hidden_states(loaded, batch.tokens, positions(batch.lengths, loaded.device))
-        heads = [adapter.factors(loaded.head_name) for adapter in adapters]
-        # Neighbours with one head and one number of targets a position are one product.
-        sameness = [
-            (id(adapter) if head is not None else None, piece.targets.shape[1:])
-            for piece, adapter, head in zip(batch.pieces, adapters, heads, strict=True)
-        ]
-        groups = [list(group) for _, group in groupby(range(len(batch.pieces)), key=sameness.__getitem__)]
-        sizes = [[batch.pieces[index].targets.shape[0] for index in group] for group in groups]
+        # Neighbours with one number of targets a position are one product.
+        groups = [list(group) for _, group in groupby(batch.pieces, key=lambda piece: piece.targets.shape[1:])]
+        sizes = [group[-1].stop - group[0].start for group in groups]
         logprobs: list[Tensor] = []
-        for group, rows, hidden_SD in zip(groups, sizes, hidden_TD.split([sum(rows) for rows in sizes]), strict=True):
-            targets = torch.cat([batch.pieces[index].targets for index in group])
-            together = target_logprobs(hidden_SD, loaded.head, targets, lora=heads[group[0]])
-            logprobs += together.split(rows)
-        return logprobs
+        entropies_T = torch.zeros(len(hidden_TD), device=hidden_TD.device) if self._tells_entropy else None
+        for group, hidden_SD in zip(groups, hidden_TD.split(sizes) if len(groups) > 1 else [hidden_TD], strict=True):
+            together = target_logprobs(
+                hidden_SD,
+                loaded.head,
+                torch.cat([piece.targets for piece in group]),
+                lora=head_shares(loaded, _segments(group, adapters)),
+                softcap=loaded.logit_softcap,
+                entropies_T=None if entropies_T is None else entropies_T[group[0].start : group[-1].stop],
+            )
+            logprobs += together.split([piece.stop - piece.start for piece in group])
+        told = [None if entropies_T is None else entropies_T[piece.start : piece.stop] for piece in batch.pieces]
+        return logprobs, told
 
     def _settle(self, shares: list[_Share], gradients: Gradients) -> list[_Share]:
         """Bring each run's gradient into the run, or void it; return shares of which one is guilty of a bad sum."""
@@ -204,6 +234,8 @@ class _Share:
 
     work: Work
     error: str = ""
+    category: str = "user"
+    """Whose fault the error is."""
     metrics: dict[str, float] = field(default_factory=dict)
     logprobs: list[np.ndarray | None] = field(default_factory=list)
 
@@ -226,12 +258,17 @@ class _Share:
     def trains(self) -> bool:
         return self.work.kind == ForwardBackward.kind
 
-    def add(self, piece: Piece, logprobs: Tensor) -> Tensor | None:
+    def add(self, piece: Piece, logprobs: Tensor, entropies: Tensor | None = None) -> Tensor | None:
         """Take in the results of one piece; return its loss, None if this operation has failed."""
         if self.error:
             return None
         message = self.message
-        loss = compute(message.loss_fn, logprobs, piece.inputs, message.loss_fn_config, piece.lengths)
+        try:
+            loss = compute(message.loss_fn, logprobs, piece.inputs, message.loss_fn_config, piece.lengths)
+        except Exception as error:  # its own: the others' pass goes on
+            outcome = failed(self.work, error)
+            self.error, self.category = outcome.error or "", outcome.category or "server"
+            return None
         values = logprobs.detach()
         self.error = _not_finite("log-probability", values, piece, values) or _not_finite(
             "loss", loss.per_token.detach(), piece, values
@@ -239,6 +276,8 @@ class _Share:
         if self.error:
             return None
         merge(self.metrics, loss.numbers())
+        if entropies is not None:
+            merge(self.metrics, {"entropy:sum": float(entropies[piece.counts].sum(dtype=torch.float64))})
         array = values.cpu().numpy()
         for span in piece.spans:
             self.logprobs[span.datum] = array[span.start - piece.start : span.stop - piece.start]
@@ -246,9 +285,15 @@ class _Share:
 
     def outcome(self) -> Outcome:
         if self.error:
-            return Outcome(error=self.error, category="user")
+            return Outcome(error=self.error, category=self.category)
         arrays = [cast(np.ndarray, array) for array in self.logprobs]
         return Outcome(result=codec.encode_forward_backward_output(arrays, self.metrics), content_type=PROTOBUF)
+
+
+def _segments(pieces: Sequence[Piece], adapters: Mapping[int, Adapter]) -> list[Segment]:
+    """Whose tokens are whose, counted from the first of these pieces."""
+    first = pieces[0].start
+    return [Segment(piece.start - first, piece.stop - first, adapters[piece.load]) for piece in pieces]
 
 
 def _backward(losses: list[tuple[Run, Tensor]], gradients: Gradients) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.messages import OptimStep
@@ -69,22 +70,25 @@ def adamw_step(
     Raises:
         InvalidRequest: the gradient or the step isn't finite; nothing was changed.
     """
-    params_N, grads_N = _flat(parameters), _flat(gradients)
+    grads_N = _flat(gradients)
     grad_norm = _norm(grads_N)
     if not math.isfinite(grad_norm):
         raise InvalidRequest(f"the gradient norm is not finite ({grad_norm}); the step was refused")
     is_clipped = 0.0 < hyper.grad_clip_norm < grad_norm
     if is_clipped:
         grads_N *= hyper.grad_clip_norm / grad_norm
-    avg_N, avg_sq_N = _new_moments(grads_N, moments, hyper)
-    new_N = _new_parameters(params_N, avg_N, avg_sq_N, moments.step + 1, hyper)
-    update_norm = _norm(new_N - params_N)
+    avg_N = _flat(moments.exp_avg) if moments.exp_avg else torch.zeros_like(grads_N)
+    avg_sq_N = _flat(moments.exp_avg_sq) if moments.exp_avg_sq else torch.zeros_like(grads_N)
+    updates_N = _stepped(parameters, grads_N, avg_N, avg_sq_N, moments.step, hyper)
+    updates = _cut(updates_N, parameters)
+    torch._foreach_sub_(updates, list(parameters))
+    update_norm = _norm(updates_N)
     if not math.isfinite(update_norm) or not _all_finite(avg_sq_N):
         raise InvalidRequest(
             f"the step is not finite (update norm {update_norm}, gradient norm {grad_norm}, "
             f"learning_rate {hyper.learning_rate}); it was refused"
         )
-    torch._foreach_copy_(list(parameters), _cut(new_N, parameters))
+    torch._foreach_add_(list(parameters), updates)
     moments.exp_avg, moments.exp_avg_sq = _cut(avg_N, parameters), _cut(avg_sq_N, parameters)
     moments.step += 1
     return {
@@ -96,21 +100,28 @@ def adamw_step(
     }
 
 
-def _new_moments(grads_N: Tensor, moments: Moments, hyper: OptimStep) -> tuple[Tensor, Tensor]:
-    """Return the moments after this gradient, as new vectors."""
-    avg_N = _flat(moments.exp_avg) if moments.exp_avg else torch.zeros_like(grads_N)
-    avg_sq_N = _flat(moments.exp_avg_sq) if moments.exp_avg_sq else torch.zeros_like(grads_N)
-    avg_N.lerp_(grads_N, 1.0 - hyper.beta1)
-    avg_sq_N.mul_(hyper.beta2).addcmul_(grads_N, grads_N, value=1.0 - hyper.beta2)
-    return avg_N, avg_sq_N
-
-
-def _new_parameters(params_N: Tensor, avg_N: Tensor, avg_sq_N: Tensor, step: int, hyper: OptimStep) -> Tensor:
-    """Return the parameters after step number `step`, as a new vector."""
-    correction1 = 1.0 - hyper.beta1**step
-    correction2 = 1.0 - hyper.beta2**step
-    scale, decay = hyper.learning_rate / correction1, 1.0 - hyper.learning_rate * hyper.weight_decay
-    if max(abs(scale), abs(decay)) > torch.finfo(torch.float32).max:
+def _stepped(
+    parameters: Sequence[Tensor], grads_N: Tensor, avg_N: Tensor, avg_sq_N: Tensor, step: int, hyper: OptimStep
+) -> Tensor:
+    """Return the parameters after one more step than `step`, as a new vector; the moments are changed in place."""
+    scale, decay = hyper.learning_rate / (1.0 - hyper.beta1 ** (step + 1)), hyper.learning_rate * hyper.weight_decay
+    if max(abs(scale), abs(1.0 - decay)) > torch.finfo(torch.float32).max:
         raise InvalidRequest(f"learning_rate {hyper.learning_rate} leaves the range of float32; the step was refused")
-    denominators_N = avg_sq_N.sqrt().div_(math.sqrt(correction2)).add_(hyper.eps)
-    return (params_N * decay).addcdiv_(avg_N, denominators_N, value=-scale)
+    new_N = _flat(parameters)
+    adamw(
+        [new_N],
+        [grads_N],
+        [avg_N],
+        [avg_sq_N],
+        [],
+        [torch.tensor(float(step), device=new_N.device)],
+        fused=True,
+        amsgrad=False,
+        beta1=hyper.beta1,
+        beta2=hyper.beta2,
+        lr=hyper.learning_rate,
+        weight_decay=hyper.weight_decay,
+        eps=hyper.eps,
+        maximize=False,
+    )
+    return new_N

@@ -18,6 +18,8 @@ from openrl.timeslice import DeficitRoundRobin
 FORWARDS = frozenset({"forward", "forward_backward"})
 """The kinds that are packed together; each other kind is carried out by itself."""
 
+STEP = "optim_step"
+
 SINGLE_COST = 64
 """What an operation without tokens (a step, a save) is charged, in tokens: about its time on a CPU."""
 
@@ -62,6 +64,12 @@ class Chosen:
     tenant: str
     run_id: str
     seq_id: int
+    kind: str
+
+    @property
+    def run(self) -> tuple[str, str]:
+        """Tenant and run: unique in the service."""
+        return self.tenant, self.run_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +78,22 @@ class Pass:
 
     singles: tuple[Chosen, ...] = ()
     packed: tuple[Chosen, ...] = ()
+
+    def groups(self) -> list[list[Chosen]]:
+        """Return what is carried out and then committed together, in order.
+
+        Neighbouring steps of different runs are: they ask nothing of the store. Any other single one is committed
+        before the next begins; only then may a store that fails be asked again.
+        """
+        groups: list[list[Chosen]] = []
+        for chosen in self.singles:
+            last = groups[-1] if groups else []
+            joins = chosen.kind == STEP and all(one.kind == STEP and one.run != chosen.run for one in last)
+            if last and joins:
+                last.append(chosen)
+            else:
+                groups.append([chosen])
+        return groups + ([list(self.packed)] if self.packed else [])
 
 
 class Planner:
@@ -96,7 +120,9 @@ class Planner:
         singles: list[Chosen] = []
         packed: list[Chosen] = []
         for part, operation in self._pick(parts):
-            chosen = Chosen(tenant=part.queue.tenant, run_id=part.queue.run_id, seq_id=operation.seq_id)
+            chosen = Chosen(
+                tenant=part.queue.tenant, run_id=part.queue.run_id, seq_id=operation.seq_id, kind=operation.kind
+            )
             (packed if operation.packed else singles).append(chosen)
         return Pass(singles=tuple(singles), packed=tuple(packed))
 
