@@ -1,14 +1,16 @@
 """From an API key, or a token that was given for one, to a tenant and what may be done: for every request.
 
 While no key exists at all, a service that only its own machine can reach serves the tenant `local`. From
-the first key on, a request without a valid one is refused at once, without a restart. A route's scopes are
-`openrl.app.scopes`' to say. Keys are never logged.
+the first key on, a request without a valid one is refused, without a restart. What a key is, is remembered for
+`OPENRL_REMEMBER_S`. A route's scopes are `openrl.app.scopes`' to say. Keys are never logged.
 """
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from flask import Flask, Response, g, request
@@ -64,7 +66,7 @@ def identify(credential: str) -> Caller:
     """
     if credential.startswith(services().tokens.PREFIX):
         return _caller_of_token(credential)
-    key, secured = services().tenants.look_up(credential)
+    key, secured = services().known_keys.get(_digest(credential), lambda: services().tenants.look_up(credential))
     if key is not None:
         return _caller_of_key(key)
     if services().settings.loopback and not secured:
@@ -116,6 +118,11 @@ def _credential() -> str:
     return said.removeprefix(BEARER) if not shown and said.startswith(BEARER) else shown
 
 
+def _digest(credential: str) -> bytes:
+    """Return what a credential is remembered by: no secret is kept longer than its request."""
+    return hashlib.sha256(credential.encode("utf-8", "surrogateescape")).digest()
+
+
 def _caller_of_key(key: ApiKey, until: float | None = None) -> Caller:
     if key.expired:
         _note_refusal("expired", key)
@@ -132,7 +139,7 @@ def _caller_of_token(token: str) -> Caller:
         if services().settings.loopback and not services().tenants.any_keys():
             return local_caller()
         raise tokens.rejected()
-    key = services().tenants.by_id(claims.key_id)
+    key, _ = services().known_keys.get(claims.key_id, lambda: (services().tenants.by_id(claims.key_id), True))
     if key is None:
         raise tokens.rejected()
     return _caller_of_key(key, until=claims.until)
@@ -156,18 +163,19 @@ def _require_local() -> None:
     """
     named = {"Host": f"//{request.headers.get('Host', '')}", "Origin": request.headers.get("Origin", "//localhost")}
     for header, url in named.items():
-        if not is_loopback(_hostname(url)):
+        if not _is_local(url):
             raise NotLocal(
                 f"{header} is {url.removeprefix('//')[:80]!r}: without API keys only this machine is served, by its "
                 "own name (127.0.0.1, localhost, [::1]); `openrl keys create --tenant NAME` opens the service to others"
             )
 
 
-def _hostname(url: str) -> str:
+@lru_cache(maxsize=64)
+def _is_local(url: str) -> bool:
     try:
-        return urlsplit(url).hostname or ""
+        return is_loopback(urlsplit(url).hostname or "")
     except ValueError:
-        return ""
+        return False
 
 
 def _number(response: Response) -> Response:

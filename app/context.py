@@ -28,7 +28,7 @@ from openrl.tasks.quotas import Quotas
 from openrl.tasks.registry import BaseModel, Checkpoint, Registry, Run, Sampler
 from openrl.tasks.signing import Signer
 from openrl.tasks.store import Store
-from openrl.tasks.tenants import Tenants
+from openrl.tasks.tenants import ApiKey, Tenants
 from openrl.tasks.timeline import Timeline
 
 EXTENSION = "openrl"
@@ -55,6 +55,9 @@ class Services:
     polls: Polls
     timeline: Timeline
     queue_states: Recent[tuple[str, str | None]]
+    known_keys: Recent[tuple[ApiKey | None, bool]]
+    known_runs: Recent[Run]
+    known_models: Recent[BaseModel]
     tenants: Tenants
     signer: Signer
     tokens: Tokens
@@ -82,6 +85,9 @@ class Services:
             tokenizers=Tokenizers(),
             polls=Polls(futures, deliveries, completions, min_s=settings.poll_min_s, max_s=settings.poll_max_s),
             queue_states=Recent(min(LOOK_S, settings.poll_min_s / 10)),
+            known_keys=Recent(settings.remember_s),
+            known_runs=Recent(settings.remember_s),
+            known_models=Recent(settings.remember_s),
             timeline=Timeline(store),
             tenants=Tenants(store),
             signer=signer,
@@ -130,7 +136,7 @@ def model_of(thing: Run | Sampler) -> BaseModel:
         NotServed: the service was started without it. Nothing that waits for it is lost, nor may be used up.
     """
     try:
-        model = registry().model(thing.base_model)
+        model = services().known_models.get(thing.base_model, lambda: registry().model(thing.base_model))
     except NotFound as missing:
         raise NotServed(
             f"{missing}; this was made on it and waits unchanged until an operator starts the service with "

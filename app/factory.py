@@ -6,6 +6,7 @@ Imports no torch, directly or not: a process that answers HTTP starts in a secon
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -56,6 +57,14 @@ class StrictJSON(DefaultJSONProvider):
         return super().dumps(obj, **{"allow_nan": False, **options})
 
 
+class Service(Flask):
+    """Flask for views that are all plain functions: it asks of each, on each request, whether it is a coroutine."""
+
+    def ensure_sync(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function itself."""
+        return func
+
+
 def create_app(settings: AppSettings | None = None, *, store: Store | None = None) -> Flask:
     """Build the API on a store; what isn't given is read from the environment.
 
@@ -67,7 +76,7 @@ def create_app(settings: AppSettings | None = None, *, store: Store | None = Non
     store = store or Store.connect(StoreSettings.from_env(os.environ))
     with suppress(StoreUnavailable):
         upgrade.check(store)
-    app = Flask(__name__, static_folder=None)
+    app = Service(__name__, static_folder=None)
     app.json = StrictJSON(app)
     app.url_map.merge_slashes = False  # else a doubled slash is answered with a redirect, in HTML
     app.config.update(

@@ -109,7 +109,9 @@ class RetrieveView(MethodView):
     def post(self, asked: dict[str, Any]) -> Response:
         """Wait a while for a result."""
         request_id = asked["request_id"]
-        return Held(partial(services().polls.wait, tenant(), request_id), partial(_answer, request_id))
+        return Held(
+            partial(services().polls.wait, tenant(), request_id), partial(_answer, request_id, wire.accepts_protobuf())
+        )
 
 
 @blp.route("/retrieve_futures")
@@ -149,10 +151,10 @@ def _completions(batch: Batch) -> Response:
     return jsonify(CompletionsSchema().dump(batch))
 
 
-def _answer(request_id: str, future: Future) -> Response:
+def _answer(request_id: str, protobuf: bool, future: Future) -> Response:
     if future.state == "pending":
         return _pending(request_id)
-    response = _failure(future) if future.state == "failed" else _result(future)
+    response = _failure(future) if future.state == "failed" else _result(future, protobuf=protobuf)
     services().delivered.note(tenant(), request_id)
     return response
 
@@ -169,8 +171,8 @@ def _failure(future: Future) -> Response:
     return jsonify(error=future.error, category=future.category)
 
 
-def _result(future: Future) -> Response:
-    if future.content_type == PROTOBUF and wire.accepts_protobuf():
+def _result(future: Future, *, protobuf: bool) -> Response:
+    if future.content_type == PROTOBUF and protobuf:
         return Response(future.result, content_type=PROTOBUF)
     read: Callable[[bytes], Any] = json.loads
     if future.content_type == PROTOBUF:

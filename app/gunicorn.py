@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from types import FrameType
 from typing import Any
 
 import gevent
 from gunicorn.app.base import BaseApplication
 from gunicorn.errors import AppImportError
+from gunicorn.http import wsgi
 from gunicorn.workers.ggevent import GeventWorker
 
 from openrl.app.settings import AppSettings
@@ -38,6 +40,9 @@ YOUNG_OBJECTS, YOUNG_ROUNDS = 1000, 2
 FULL_SWEEP_S = 600.0
 """How often it looks at all, which stops the loop for tens of milliseconds when thousands of polls wait. By itself it
 would do so several times a minute; requests leave hardly anything for it, so little gathers in between."""
+
+JOINED_BYTES = 64 << 10
+"""A piece of a body up to this size is copied behind the head; a larger one is sent after it."""
 
 KEPT_BYTES = 64 << 20
 """Freed memory that a process keeps: bodies of some MiB come again and again."""
@@ -84,6 +89,42 @@ class Server(BaseApplication):
             raise AppImportError(f"openrl.app: {other}") from other
 
 
+class Answer(wsgi.Response):
+    """An answer whose head leaves together with what comes first of its body: the client wakes up once, not twice."""
+
+    headers_sent: bool
+    _head = b""
+
+    def send_headers(self) -> None:
+        """Write the head, to be sent with the body."""
+        if not self.headers_sent:
+            lines = [*self.default_headers(), *(f"{name}: {value}\r\n" for name, value in self.headers), "\r\n"]
+            self._head, self.headers_sent = "".join(lines).encode("latin-1"), True
+
+    def sendfile(self, respiter: Any) -> bool:
+        """Send a file by way of the system, which knows no head."""
+        self.send_headers()
+        self._send(b"")
+        return bool(super().sendfile(respiter))
+
+    def close(self) -> None:
+        """End the answer, and send what is left of it."""
+        self.send_headers()
+        self._send(b"")
+        super().close()
+
+    def _emit_body(self, data: bytes) -> None:
+        self._send(b"%X\r\n%b\r\n" % (len(data), data) if self.chunked else data)
+
+    def _send(self, data: bytes) -> None:
+        head, self._head = self._head, b""
+        if len(data) > JOINED_BYTES:
+            self.sock.sendall(head)
+            self.sock.sendall(data)
+        elif head or data:
+            self.sock.sendall(head + data)
+
+
 class Worker(GeventWorker):
     """A gevent worker that ends as soon as its requests have: held polls answer, idle connections close."""
 
@@ -96,6 +137,8 @@ class Worker(GeventWorker):
     def load_wsgi(self) -> None:
         """Build the application, and set the process up so that its event loop never stands still for long."""
         super().load_wsgi()
+        # Gunicorn searches its settings some thirty times for each request; from here on they are plain attributes.
+        self.cfg.__dict__.update({name: setting.get() for name, setting in self.cfg.settings.items()})
         keep_freed_memory(KEPT_BYTES)
         sys.setswitchinterval(SWITCH_S)
         gc.collect()
@@ -119,6 +162,46 @@ class Worker(GeventWorker):
                 yield
             finally:
                 del self._idle[waiting]
+
+    def handle_request(self, listener_name: Any, req: Any, sock: Any, addr: Any) -> None:
+        """Serve one request.
+
+        Raises:
+            StopIteration: the connection is to be closed.
+        """
+        began = datetime.now()
+        answer, environ = wsgi.create(req, sock, addr, listener_name, self.cfg, response_class=Answer)
+        environ["wsgi.multithread"] = True
+        if not self.alive:
+            answer.force_close()
+        try:
+            self._serve(answer, environ)
+        except (gevent.GreenletExit, SystemExit):
+            raise StopIteration from None
+        except OSError:
+            raise
+        except Exception:
+            if not answer.headers_sent:
+                raise
+            self.log.exception("an answer broke off")
+            answer.force_close()
+        finally:
+            self.log.access(answer, req, environ, datetime.now() - began)
+        if answer.should_close():
+            raise StopIteration
+
+    def _serve(self, answer: Answer, environ: dict[str, Any]) -> None:
+        parts = self.wsgi(environ, answer.start_response)
+        try:
+            if isinstance(parts, wsgi.FileWrapper):
+                answer.write_file(parts)
+            else:
+                for part in parts:
+                    answer.write(part)
+            answer.close()
+        finally:
+            if hasattr(parts, "close"):
+                parts.close()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to leave, on SIGTERM."""

@@ -7,7 +7,6 @@ what the garbage collector has to walk through. Knows neither what is waited for
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flask import Flask, Response, current_app, g
@@ -23,8 +22,9 @@ T = TypeVar("T")
 class Held(Response):
     """The answer of a view whose request waits: `answer(wait())`, as if the view had returned that.
 
-    `wait` runs outside of any request. `answer` runs inside the request again, whose body has been read; what either
-    raises is answered as from a view.
+    `wait` runs outside of any request and application. `answer` has the application and, in `g`, the tenant and the
+    number of the request; the request itself would have to be built again. What either raises is answered as from a
+    view.
     """
 
     def __init__(self, wait: Callable[[], T], answer: Callable[[T], Response]) -> None:
@@ -35,28 +35,26 @@ class Held(Response):
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterator[bytes]:
         """Wait, and answer; the server asks for the first byte when Flask is done with the request."""
-        build = self._waited()
+        try:
+            response = self._answered(self._wait())
+        except Exception as error:
+            response = self._refusal(error, environ)
+        response.headers.extend(self._added())
+        yield from response(environ, start_response)
+
+    def _answered(self, found: Any) -> Response:
+        with self._app.app_context():
+            self._identify()
+            return self._answer(found)
+
+    def _refusal(self, error: Exception, environ: WSGIEnvironment) -> Response:
+        """Answer an error inside the request again: which handler it has depends on the route."""
         with self._app.request_context(environ):
-            g.tenant, g.request_id = self._tenant, self._number
-            response = self._built(build)
-            response.headers.extend(self._added())
-            chunks = response(environ, start_response)
-        yield from chunks
+            self._identify()
+            return self._app.make_response(self._app.handle_user_exception(error))
 
-    def _waited(self) -> Callable[[], Response]:
-        try:
-            return partial(self._answer, self._wait())
-        except Exception as error:
-            return partial(self._refusal, error)
-
-    def _built(self, build: Callable[[], Response]) -> Response:
-        try:
-            return build()
-        except Exception as error:
-            return self._refusal(error)
-
-    def _refusal(self, error: Exception) -> Response:
-        return self._app.make_response(self._app.handle_user_exception(error))
+    def _identify(self) -> None:
+        g.tenant, g.request_id = self._tenant, self._number
 
     def _added(self) -> list[tuple[str, Any]]:
         """Return the headers that were put on this answer on its way out; its own type and length say nothing."""

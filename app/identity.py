@@ -92,4 +92,5 @@ class KeyView(MethodView):
         if key is None:
             raise NotFound(f"no API key; {NO_KEYS}")
         services().tenants.revoke_key(key.key_id, actor=caller().actor)
+        services().known_keys.forget()
         return {}

@@ -30,3 +30,7 @@ class Recent(Generic[T]):
             self._known.clear()
         self._known[key] = now + self._keep_s, answer
         return answer
+
+    def forget(self) -> None:
+        """Find out everything anew."""
+        self._known.clear()

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any
 
 import marshmallow
@@ -159,8 +160,11 @@ class Sent(marshmallow.Schema):
         """Drop nulls of the fields we know."""
         if not isinstance(data, Mapping):
             return data
-        known = {field.data_key or name for name, field in self.load_fields.items()}
-        return {key: value for key, value in data.items() if value is not None or key not in known}
+        return {key: value for key, value in data.items() if value is not None or key not in self._names}
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(field.data_key or name for name, field in self.load_fields.items())
 
 
 class PageSchema(Sent):

@@ -7,6 +7,7 @@ a test fails. Knows neither keys nor views.
 from __future__ import annotations
 
 import re
+from functools import cache
 
 from openrl.tasks.tenants import ADMIN, READ, SAMPLE, TRAIN
 
@@ -101,6 +102,7 @@ def name(method: str, rule: str) -> str:
     return f"{'GET' if method == 'HEAD' else method} {path}"
 
 
+@cache
 def needed(method: str, rule: str) -> tuple[str, ...] | None:
     """Return the scopes of which a key needs one; OPEN where it needs none, ANY where each key will do."""
     if method == "OPTIONS":

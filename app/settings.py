@@ -7,12 +7,12 @@ store's own settings are `openrl.tasks.settings`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 from urllib.parse import urlsplit
 
 from openrl.tasks.loopback import is_loopback
-from openrl.tasks.process import most_open_files
+from openrl.tasks.process import api_processes, most_open_files
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
@@ -35,8 +35,9 @@ class AppSettings:
     """An open, listening socket that is used in place of `host` and `port`, whatever they say: `openrl up` holds its
     port from the first check on and hands it down, so that nobody else can answer there. -1: none."""
 
-    api_workers: int = 2
-    """Gunicorn processes. One holds thousands of polls (gevent); a second keeps answering while the first decodes."""
+    api_workers: int = field(default_factory=api_processes)
+    """Gunicorn processes, by default one for each two cores, at most 4. One holds thousands of polls (gevent), and
+    decodes large bodies in native threads."""
 
     worker_connections: int = 4096
     """Connections one process holds at a time. A waiting poll is one connection, and takes about 25 KB. The process
@@ -68,6 +69,11 @@ class AppSettings:
     completion_timeout_s: float = 600.0
     """How long a completion or chat over the OpenAI-compatible routes waits for its next token or result, seconds; then
     it is given up. As long as OpenAI's own client waits."""
+
+    remember_s: float = 1.0
+    """How long a process goes by what it last heard of a key, a run and the base models that are served, seconds. Each
+    request asks for all three, and a loop sends dozens a second. A key that is revoked elsewhere, or a service that
+    gets its first key, is refused within this time; expiry is looked at each time. 0: the store is asked each time."""
 
     max_lora_rank: int = 256
     """Largest LoRA rank accepted: one run's adapter and moments must leave room for its neighbours'."""
@@ -133,6 +139,7 @@ class AppSettings:
         _require(0 < self.body_timeout_s < float("inf"), "body_timeout_s", "must be more than 0")
         _require(0 < self.poll_min_s <= self.poll_max_s <= 40, "poll_min_s", "0 < poll_min_s <= poll_max_s <= 40")
         _require(0 < self.completion_timeout_s < float("inf"), "completion_timeout_s", "must be more than 0")
+        _require(0 <= self.remember_s <= 10, "remember_s", "must be 0 to 10")
         _require(self.max_lora_rank >= 1, "max_lora_rank", "must be at least 1")
         _require(self.sample_max_concurrent_requests >= 1, "sample_max_concurrent_requests", "must be at least 1")
         _require(self.sample_cancel_max_batch_size >= 1, "sample_cancel_max_batch_size", "must be at least 1")
@@ -146,9 +153,9 @@ class AppSettings:
     def from_env(cls, environ: Mapping[str, str]) -> AppSettings:
         """Read the settings. Raises ValueError naming the variable that makes no sense, also on this machine."""
         values: dict[str, Any] = {}
-        for field in fields(cls):
-            if text := environ.get(f"OPENRL_{field.name.upper()}", ""):
-                values[field.name] = _parse(field.name, str(field.type), text)
+        for setting in fields(cls):
+            if text := environ.get(f"OPENRL_{setting.name.upper()}", ""):
+                values[setting.name] = _parse(setting.name, str(setting.type), text)
         found = cls(**values)
         found.check_open_files(most_open_files())
         return found

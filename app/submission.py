@@ -40,14 +40,14 @@ def own_run(run_id: str) -> Run:
 
 
 def own_run_and_model(run_id: str) -> tuple[Run, BaseModel]:
-    """Return a run of the tenant who asks, and its base model.
+    """Return a run of the tenant who asks, and its base model. Where the run stands may be a moment old.
 
     Raises:
         NotFound: no such run.
         NotServed: nobody would carry out its operations. None may be accepted, and no `seq_id` used up: after a
             start with the wrong models and another with the right ones, the client's loop goes on.
     """
-    run = registry().run(tenant(), run_id)
+    run = services().known_runs.get((tenant(), run_id), lambda: registry().run(tenant(), run_id))
     return run, model_of(run)
 
 

@@ -183,6 +183,10 @@ class Blueprint(flask_smorest.Blueprint):
     ARGUMENTS_PARSER = WireParser()
     DEFAULT_LOCATION_CONTENT_TYPE_MAPPING = {"wire": JSON}
 
+    def arguments(self, schema: Any, **options: Any) -> Any:
+        """Load arguments by a schema, which is built here and not again for each request."""
+        return super().arguments(schema() if isinstance(schema, type) else schema, **options)
+
 
 def _received(limit: int) -> bytes:
     """Read the body as it was sent, no more than `limit` bytes of it; only its head where it says that it has more.
@@ -196,15 +200,16 @@ def _received(limit: int) -> bytes:
             g.head = _head(_read(HEAD_BYTES, HEAD_WAIT_S))
         raise _over(limit)
     parts: list[bytes] = []
-    size = 0
-    while part := _read(_CHUNK_BYTES, services().settings.body_timeout_s):
+    size, whole = 0, announced or limit + 1
+    while size < whole and (part := _read(min(_CHUNK_BYTES, whole - size), services().settings.body_timeout_s)):
         parts.append(part)
         size += len(part)
         g.share.take(len(part))
         if size > limit:
             g.head = _head(parts[0])
             raise _over(limit)
-        breathe()
+        if len(part) > LARGE_BYTES:
+            breathe()
     if size < announced:
         raise Incomplete(f"the body broke off after {size} of {announced} bytes: send it again")
     return b"".join(parts)

@@ -19,6 +19,7 @@ from openrl.scheduler.clusters.local import devices
 from openrl.scheduler.settings import DEFAULT_IDLE_TIMEOUT_S, DEFAULT_RESTART_MAX_S, UpSettings
 from openrl.tasks import datadir
 from openrl.tasks.errors import OpenRLError
+from openrl.tasks.process import api_processes
 
 NO_MODEL = (
     "no base model: add --model NAME (a Hugging Face id or a directory) or --model NAME=PATH; "
@@ -68,8 +69,8 @@ data_dir_option = _option(
 @_option("--idle-timeout", envvar="OPENRL_IDLE_TIMEOUT_S", type=click.FloatRange(min=0, min_open=True),
               default=DEFAULT_IDLE_TIMEOUT_S, show_default=True, metavar="SECONDS",
               help="A worker without work for this long is stopped; it starts again when needed.")  # fmt: skip
-@_option("--api-workers", envvar="OPENRL_API_WORKERS", type=click.IntRange(min=1), default=2, show_default=True,
-              help="Processes of the API.")  # fmt: skip
+@_option("--api-workers", envvar="OPENRL_API_WORKERS", type=click.IntRange(min=1), default=api_processes,
+              help="Processes of the API.  [default: one for each two cores, at most 4]")  # fmt: skip
 @_option("--restart-max", "restart_max_s", envvar="OPENRL_RESTART_MAX_S", type=click.FloatRange(min=0, min_open=True),
               default=DEFAULT_RESTART_MAX_S, show_default=True, metavar="SECONDS",
               help="Longest wait before a process that keeps crashing is started again.")  # fmt: skip

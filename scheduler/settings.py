@@ -7,8 +7,10 @@ that it starts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from openrl.tasks.process import api_processes
 
 DEFAULT_IDLE_TIMEOUT_S = 900.0
 DEFAULT_RESTART_MAX_S = 30.0
@@ -30,7 +32,7 @@ class UpSettings:
     broker_url: str = ""
     """Empty means the store."""
     idle_timeout_s: float = DEFAULT_IDLE_TIMEOUT_S
-    api_workers: int = 2
+    api_workers: int = field(default_factory=api_processes)
     restart_max_s: float = DEFAULT_RESTART_MAX_S
     verbose: bool = False
     as_json: bool = False

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +31,21 @@ MOST_OPEN_FILES = 1 << 20
 MOST_FAILURES = 20
 """So many failures of one kind in a row are no accident."""
 
+MOST_API_PROCESSES = 4
+"""Beyond it the store is busier than they are."""
+
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _MOST_MMAP_THRESHOLD = 32 << 20
 """glibc takes no larger one."""
+
+
+def api_processes() -> int:
+    """Return how many processes of the API suit this machine: one for each two cores that we may use, 1 to 4.
+
+    On two cores a second one costs each request more, in caches and in turns, than it does of the work.
+    """
+    return min(max(1, len(os.sched_getaffinity(0)) // 2), MOST_API_PROCESSES)
 
 
 class Streak:
@@ -105,6 +117,18 @@ def raise_open_files() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
     return MOST_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def leave(status: int) -> NoReturn:
+    """End this process with `status`, whatever its threads are at: all that matters is in the store by now.
+
+    An interpreter that ends in order under a thread inside torch aborts ("terminate called without an active
+    exception", SIGABRT): a worker whose bound for stopping ran out in the midst of a pass.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _watch(parent: int) -> None:

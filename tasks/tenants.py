@@ -105,7 +105,7 @@ class Tenants:
 
     @translated()
     def revoke_key(self, key_id: str, *, actor: str = "") -> ApiKey:
-        """Make a key invalid, for every process at once, and its tokens with it. Returns what it was."""
+        """Make a key invalid, and its tokens with it; a process may remember it for a moment. Returns what it was."""
         digest, key = self._find(key_id)
         with self._redis.pipeline() as pipe:
             pipe.hdel(keys.KEYS, digest)

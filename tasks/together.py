@@ -69,18 +69,26 @@ class Together:
             self._hand_on()
 
     def _travel(self, party: list[_Asker]) -> None:
-        with self._redis.pipeline(transaction=False) as pipe:
+        try:
+            answers = iter(self._answers([command for asker in party for command in asker.commands]))
+        except redis.RedisError as error:
             for asker in party:
-                for command in asker.commands:
-                    pipe.execute_command(*command)
-            try:
-                answers = iter(pipe.execute(raise_on_error=False))
-            except redis.RedisError as error:
-                for asker in party:
-                    asker.answers = [error]
-                return
+                asker.answers = [error]
+            return
         for asker in party:
             asker.answers = [next(answers) for _ in asker.commands]
+
+    def _answers(self, commands: list[Command]) -> list[Any]:
+        """Return what the store says to each; what it refuses is an error in its place."""
+        if len(commands) == 1:  # as most are; a pipeline would cost half as much again
+            try:
+                return [self._redis.execute_command(*commands[0])]
+            except redis.ResponseError as refused:
+                return [refused]
+        with self._redis.pipeline(transaction=False) as pipe:
+            for command in commands:
+                pipe.execute_command(*command)
+            return list(pipe.execute(raise_on_error=False))
 
     def _hand_on(self) -> None:
         with self._lock:

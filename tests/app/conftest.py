@@ -161,7 +161,8 @@ def _outcome(operation: Operation) -> Outcome:
 
 @pytest.fixture
 def settings() -> AppSettings:
-    return AppSettings(poll_min_s=0.05, poll_max_s=0.1)
+    """Short polls, and nothing remembered: tests play other processes, and look at once."""
+    return AppSettings(poll_min_s=0.05, poll_max_s=0.1, remember_s=0)
 
 
 @pytest.fixture

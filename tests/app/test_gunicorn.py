@@ -106,6 +106,16 @@ def answer_to(server: Running, path: str, *lines: str, body: bytes) -> tuple[int
     return int(said.split()[1]), said
 
 
+def test_an_answer_comes_whole_in_one_piece_and_the_next_on_the_same_connection(server: Running) -> None:
+    host, port = str(server.http.base_url.host), server.http.base_url.port
+    with socket.create_connection((host, port), timeout=20) as client:
+        for method, body in (("GET", b'{"status":"ok"}'), ("HEAD", b""), ("GET", b'{"status":"ok"}')):
+            client.sendall(f"{method} /api/v1/healthz HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+            head, _, found = client.recv(65536).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK") and b"Content-Length: " in head, head
+            assert found.strip() == body
+
+
 def test_a_body_that_never_comes_or_is_broken_is_answered_in_json_and_holds_nobody(server: Running) -> None:
     json = "Content-Type: application/json"
     for status, word, lines, body in (

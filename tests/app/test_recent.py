@@ -27,6 +27,13 @@ def test_what_could_not_be_found_out_is_not_remembered() -> None:
     assert known.get("a", lambda: 0.5) == 0.5
 
 
+def test_what_was_forgotten_is_found_out_anew() -> None:
+    known, asked = Recent[int](keep_s=60.0), count()
+    assert known.get("a", lambda: next(asked)) == 0
+    known.forget()
+    assert known.get("a", lambda: next(asked)) == 1
+
+
 def test_only_so_many_answers_are_remembered() -> None:
     known = Recent[int](keep_s=60.0)
     for key in range(3 * recent.MOST):

@@ -276,7 +276,7 @@ def serving(store_url: str, data_dir: Path) -> Iterator[tuple[Flask, Store]]:
     store.redis.flushall()
     Registry(store).add_model(MODEL)
     celery.conf.broker_url = store.settings.broker_url
-    app = create_app(AppSettings(poll_min_s=0.01, poll_max_s=0.02), store=store)
+    app = create_app(AppSettings(poll_min_s=0.01, poll_max_s=0.02, remember_s=0), store=store)
     yield app, store
     app.extensions[EXTENSION].close()
     store.close()

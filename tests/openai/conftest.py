@@ -157,7 +157,6 @@ def running(store_url: str, model_dir: Path, tmp_path_factory: pytest.TempPathFa
         yield service
         engine.release_waiters()
         engine.stop()
-        engine._waiter._completions.close()
     store.close()
 
 

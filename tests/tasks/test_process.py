@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from openrl.tasks.process import MOST_FAILURES, Streak
+import pytest
+
+from openrl.app.settings import AppSettings
+from openrl.tasks.process import MOST_FAILURES, Streak, api_processes
 
 
 def test_too_many_failures_of_one_kind_in_a_row_end_the_process() -> None:
@@ -50,3 +53,12 @@ def test_the_process_leaves_from_any_thread_with_a_status_that_is_not_zero() -> 
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert result.returncode == 1
     assert f"TypeError failed {MOST_FAILURES} times in a row; leaving" in result.stderr
+
+
+@pytest.mark.parametrize(("cores", "processes"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4), (64, 4)])
+def test_the_api_gets_a_process_for_each_two_cores_within_bounds(
+    monkeypatch: pytest.MonkeyPatch, cores: int, processes: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _pid: set(range(cores)))
+    assert api_processes() == processes
+    assert AppSettings().api_workers == processes
