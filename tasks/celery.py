@@ -63,7 +63,8 @@ def _configure(app: Celery) -> None:
             "socket_connect_timeout": 5,
             "socket_keepalive": True,
             "health_check_interval": 20,
-            "retry_on_timeout": True,
+            # No `retry_on_timeout`: redis-py would then connect again by itself in the midst of a read, and wait there
+            # for a message that nobody sends, while Celery doesn't hear of it and consumes nothing any more.
             # Whoever rings doesn't wait for a broker that is away; a worker connects again by Celery's own loop.
             "max_retries": 0,
             "global_keyprefix": KEY_PREFIX,
@@ -77,7 +78,9 @@ def _configure(app: Celery) -> None:
 
 def letter(name: str, args: tuple[str, ...], *, task_id: str, queue: str) -> tuple[str, str]:
     """Return the list that is a queue in the store, and a task as Celery's transport for Redis lays it there."""
-    task = celery.amqp.as_task_v2(task_id, name, args, ignore_result=True)
+    # Celery's own way to shorten what it shows of long arguments takes longer than all the rest.
+    shown = {"argsrepr": repr(args), "kwargsrepr": "{}"}
+    task = celery.amqp.as_task_v2(task_id, name, args, ignore_result=True, **shown)
     message = {
         "body": base64.b64encode(json.dumps(task.body).encode()).decode(),
         "content-encoding": "utf-8",

@@ -104,7 +104,7 @@ class Client:
             try:
                 return self._wait(save(refused)), refused
             except tinker.RequestFailedError as told:
-                if "space" not in str(told) or refused > 20:
+                if "disk is full" not in str(told) or refused > 20:
                     raise
                 refused += 1
                 time.sleep(REFUSED_PAUSE_S)

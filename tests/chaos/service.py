@@ -47,7 +47,8 @@ class Service:
         ]  # fmt: skip
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENRL_", "TINKER_"))}
         self.env = {
-            **kept, "OPENRL_TORCH_THREADS": "1", "OPENRL_API_WORKERS": "1", "OPENRL_LEASE_S": f"{LEASE_S:g}",
+            **kept, "PYTHONFAULTHANDLER": "1",
+            "OPENRL_TORCH_THREADS": "1", "OPENRL_API_WORKERS": "1", "OPENRL_LEASE_S": f"{LEASE_S:g}",
             "OPENRL_VERSION_LAST": "1000", "OPENRL_DISK_RESERVE_BYTES": "4194304", **(env or {}),
         }  # fmt: skip
         if redis_url:
@@ -113,6 +114,12 @@ class Service:
             for pipe in (self._process.stdout, self._process.stderr):
                 if pipe is not None:
                     pipe.close()
+
+    def crashes(self) -> list[str]:
+        """Return what `openrl up` said of parts that ended by a signal that no fault sends, and how it ended itself."""
+        lines = [line for _, line in self.said if "killed by SIG" in line and "SIGKILL" not in line]
+        status = self._process.poll()
+        return lines + ([f"`openrl up` ended with status {status}"] if status else [])
 
     def logs(self) -> str:
         """Return the end of every log."""

@@ -34,5 +34,5 @@ def test_four_runs_lose_nothing_and_do_nothing_twice_whatever_is_killed(home: Pa
         gc.collect()  # the SDK leaves sockets to the collector
     assert not part.verdict.differences, "\n".join([*part.verdict.differences, part.logs])
     assert (part.verdict.lost, part.verdict.doubled) == (0, 0)
-    assert {one.fault for one in part.struck} >= faults.SHORT.keys() - {"messages"}, part.skipped
+    assert not part.never, part.skipped
     assert part.verdict.operations >= campaign.CLIENTS * 10

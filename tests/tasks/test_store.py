@@ -20,6 +20,7 @@ TENANT, SLUG = "local", keys.slug("tiny/base")
         redis.exceptions.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
         redis.exceptions.ReadOnlyError("You can't write against a read only replica."),
         redis.exceptions.BusyLoadingError("Redis is loading the dataset in memory"),
+        redis.exceptions.NoScriptError("No matching script."),
         redis.ResponseError("OOM command not allowed when used memory > 'maxmemory'. script: 1, on @user_script:1."),
         redis.ResponseError("MISCONF Errors writing to the AOF file: No space left on device"),
         redis.ResponseError("BUSY Valkey is busy running a script."),

@@ -210,7 +210,9 @@ def test_a_full_disk_fails_the_save_in_few_words_and_leaves_nothing_behind(bench
 
     monkeypatch.setattr(states, "save_tensors", full)
     outcome = bench.one(run, SaveWeights(name="final"))
-    assert outcome.category == "server" and outcome.error.startswith("No space left on device (error id ")
+    assert outcome.category == "server" and outcome.error.startswith(
+        "the service's disk is full; ask for it again when the operator has made room ("
+    )
     assert outcome.rows == ()
     assert not [path for path in bench.data_dir.rglob("*") if path.is_file()]
     monkeypatch.undo()
