@@ -13,8 +13,9 @@ from collections.abc import Callable
 
 from openrl.tasks import keys
 from openrl.tasks.celery import celery, letter, notice_queue, queue_name
+from openrl.tasks.endings import Endings
 from openrl.tasks.errors import OperationFailed, StoreUnavailable
-from openrl.tasks.futures import FAILED, PENDING, Completions
+from openrl.tasks.futures import FAILED, PENDING
 from openrl.tasks.store import Store
 
 log = logging.getLogger(__name__)
@@ -25,7 +26,8 @@ WAIT_S = 60.0
 SILENT_S = 5.0
 """A broker that failed is left alone for so long."""
 
-_SLICE_S = 0.25
+_PAUSES_S = 0.25, 2.0
+"""Between two looks into the store: the first, and the longest."""
 _FAR_BEHIND = 512
 """A doorbell this many operations behind its run's position isn't worth a thread."""
 
@@ -96,13 +98,21 @@ def _send(name: str, args: tuple[str, ...], *, task_id: str, queue: str) -> None
 
 
 class Waiter:
-    """Waits in a worker's thread for an operation, as long as that costs nobody anything."""
+    """Waits in a worker's thread for an operation, as long as that costs nobody anything.
 
-    def __init__(self, store: Store, completions: Completions, *, worker_id: Callable[[], str]) -> None:
+    What this process ends it is told by the engine; what else ends an operation it learns from the store, which it
+    asks ever more seldom.
+    """
+
+    def __init__(self, store: Store, *, worker_id: Callable[[], str]) -> None:
         self._store = store
-        self._completions = completions
         self._worker_id = worker_id
+        self._endings = Endings()
         self._leaving = threading.Event()
+
+    def ended(self, tenant: str, request_id: str, error: str) -> None:
+        """Hear from the engine how an operation ended; `error` "" is success."""
+        self._endings.note(tenant, request_id, error)
 
     def wait_for(self, tenant: str, request_id: str, *, is_next: bool = False) -> None:
         """Wait for the operation's end, at most a minute; return at once behind a gap or at shutdown.
@@ -113,32 +123,40 @@ class Waiter:
             OperationFailed: it ended in a failure, whose text this carries.
         """
         try:
-            self._wait(tenant, request_id, is_next)
+            error = self._wait(tenant, request_id, is_next)
         except StoreUnavailable as reason:
             log.info("doorbell for %s: %s", request_id, reason)
+            return
+        if error:
+            raise OperationFailed(error)
 
     def release(self) -> None:
         """Let every wait return, now and from now on."""
         self._leaving.set()
+        self._endings.release()
 
-    def _wait(self, tenant: str, request_id: str, is_next: bool) -> None:
-        deadline = time.monotonic() + WAIT_S
-        with self._completions.watch(tenant, request_id) as done:
-            state, error = self._ending(tenant, request_id)
-            if state == PENDING and not (is_next or self._worth_waiting(tenant, request_id)):
-                return
-            while state == PENDING and not self._leaving.is_set() and time.monotonic() < deadline:
-                if done.wait(_SLICE_S):
-                    state, error = self._ending(tenant, request_id)
-        if state == FAILED:
-            raise OperationFailed(error)
+    def _wait(self, tenant: str, request_id: str, is_next: bool) -> str | None:
+        """Return why the operation failed: "" if it didn't, None if it hasn't ended."""
+        deadline, pause_s = time.monotonic() + WAIT_S, _PAUSES_S[0]
+        with self._endings.watch(tenant, request_id) as ending:
+            error = ending.error
+            if error is None and not is_next:
+                error = self._recorded(tenant, request_id)
+                if error is None and not self._worth_waiting(tenant, request_id):
+                    return None
+            while error is None and not self._leaving.is_set() and time.monotonic() < deadline:
+                error = ending.wait(pause_s)
+                if error is None:
+                    error, pause_s = self._recorded(tenant, request_id), min(2 * pause_s, _PAUSES_S[1])
+        return error
 
-    def _ending(self, tenant: str, request_id: str) -> tuple[str, str]:
-        """Return the promise's state ("": there is none) and why it failed; its result is nothing to a doorbell."""
+    def _recorded(self, tenant: str, request_id: str) -> str | None:
+        """Return how the operation ended by the store, which counts one that it doesn't know as done."""
         with self._store.translated():
-            row = self._store.redis.hmget(keys.future(tenant, request_id), "state", "error")
-        state, error = (value.decode() if value else "" for value in row)
-        return state, error
+            state, error = self._store.redis.hmget(keys.future(tenant, request_id), "state", "error")
+        if state == PENDING.encode():
+            return None
+        return (error or b"failed").decode() if state == FAILED.encode() else ""
 
     def _worth_waiting(self, tenant: str, request_id: str) -> bool:
         """Tell whether this process will run the operation soon; wake the one that owns its run if not."""

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import redis
 
@@ -154,6 +155,8 @@ class Completions:
         self._lock = threading.Lock()
         self._waiting: dict[bytes, set[Watch]] = defaultdict(set)
         self._wakes: dict[bytes, Callable[[], None]] = {}
+        self._told: dict[bytes, Callable[[str], None]] = {}
+        self._is_watched = False
         self._thread: threading.Thread | None = None
         self._pid = 0
         self._stopped = threading.Event()
@@ -173,6 +176,7 @@ class Completions:
     @contextmanager
     def _watch(self, watched: str, event: Watch) -> Iterator[Watch]:
         name = watched.encode()
+        self._is_watched = True
         self._ensure_thread()
         with self._lock:
             self._waiting[name].add(event)
@@ -195,12 +199,18 @@ class Completions:
             self._wakes[worker_id.encode()] = wake
         self._ensure_thread()
 
+    def call_with(self, name: str, tell: Callable[[str], None]) -> None:
+        """Call `tell` with what is said to `name` on the channel of wakes. It must return at once."""
+        with self._lock:
+            self._told[name.encode()] = tell
+        self._ensure_thread()
+
     def close(self) -> None:
         """End the subscription."""
         self._stopped.set()
         if self._thread is not None:
             with suppress(redis.RedisError):
-                self._redis.publish(keys.DONE, b"")  # ends the read in flight, which would last a second
+                self._redis.publish(self._channels()[0], b"")  # ends the read in flight, which would last a second
             self._thread.join(5.0)
 
     def _ensure_thread(self) -> None:
@@ -214,17 +224,23 @@ class Completions:
                 started.start()
                 self._thread, self._pid = started, pid
 
+    def _channels(self) -> list[str]:
+        """Return what has to be heard. A worker whose engine ends everything itself isn't told of each end."""
+        wanted = {keys.DONE: self._is_watched, keys.WAKE: self._wakes or self._told}
+        return [channel for channel, counts in wanted.items() if counts]
+
     def _listen(self) -> None:
         delay_s, longest_s = _RECONNECT_S
         while not self._stopped.is_set():
             try:
                 with self._redis.pubsub() as subscription:
-                    subscription.subscribe(keys.DONE)
-                    delay_s, hears_wakes = _RECONNECT_S[0], False
+                    heard: set[str] = set()
                     while not self._stopped.is_set():
-                        if self._wakes and not hears_wakes:
-                            subscription.subscribe(keys.WAKE)
-                            hears_wakes = True
+                        for channel in self._channels():
+                            if channel not in heard:
+                                subscription.subscribe(channel)
+                                heard.add(channel)
+                        delay_s = _RECONNECT_S[0]
                         self._hear(subscription.get_message(timeout=_LISTEN_S))
                 continue
             except (redis.RedisError, OSError) as error:
@@ -243,7 +259,7 @@ class Completions:
             elif message["type"] == "subscribe":
                 events, wakes = [event for group in self._waiting.values() for event in group], []
             elif message["channel"] == keys.WAKE.encode():
-                events, wakes = [], [wake for worker, wake in self._wakes.items() if worker == message["data"]]
+                events, wakes = [], self._called(message["data"])
             else:
                 names = (message["data"], *_targets(message["data"]))
                 events, wakes = [event for name in names for event in self._waiting.get(name, ())], []
@@ -251,6 +267,12 @@ class Completions:
             event.set()
         for wake in wakes:
             wake()
+
+    def _called(self, data: bytes) -> list[Callable[[], None]]:
+        """Return what a message on the channel of wakes calls: a name, and on a second line what is said to it."""
+        name, _, said = data.partition(b"\n")
+        wakes = [self._wakes[name]] if name in self._wakes else []
+        return [*wakes, partial(self._told[name], said.decode())] if name in self._told else wakes
 
 
 def _targets(done: bytes) -> tuple[bytes, ...]:

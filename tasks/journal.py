@@ -12,22 +12,34 @@ import json
 import logging
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from openrl.tasks import keys, quotas
 from openrl.tasks.boundaries import reach
-from openrl.tasks.errors import Gone, InvalidRequest, KeyReused, NotFound, OtherVersion, Overloaded, StaleOwner, shown
+from openrl.tasks.errors import (
+    Gone,
+    InvalidRequest,
+    KeyReused,
+    NotFound,
+    OtherVersion,
+    Overloaded,
+    StaleOwner,
+    StoreUnavailable,
+    shown,
+)
 from openrl.tasks.messages import MESSAGES, CreateModel, ForwardBackward, Message, Sample
 from openrl.tasks.operations import MISSING, REFUSED, Operation, Outcome, Promise, SampleJob, Slice
 from openrl.tasks.ownership import Lease
 from openrl.tasks.records import Row, Run, checkpoint_row, sampler_row
-from openrl.tasks.samples import MAX_ERROR_CHARS, Samples, digest, encoded, with_seed
+from openrl.tasks.samples import MAX_ERROR_CHARS, STOWED, Samples, digest, encoded, with_seed
 from openrl.tasks.schema import ENTRY
 from openrl.tasks.spool import Apart, here
 from openrl.tasks.store import Store, translated
 from openrl.tasks.unloading import Unloading
 
 __all__ = [
-    "Journal", "Operation", "Outcome", "Promise", "Row", "SampleJob", "Slice", "checkpoint_row", "sampler_row",
+    "Committal", "Journal", "Operation", "Outcome", "Promise", "Row", "SampleJob", "Slice", "Taking",
+    "checkpoint_row", "sampler_row",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -45,6 +57,27 @@ _HISTORY_AT_ONCE = 128
 _BROUGHT_BYTES = 1 << 16
 """Bodies that `take` brings along: those of a quiet hour. With a backlog most would be brought in vain."""
 _RUN_FIELDS = frozenset(Run.__dataclass_fields__) - {"tenant", "run_id", "session_id", "slug", "created", "applied"}
+
+
+class Committal(NamedTuple):
+    """An operation, how it ended, and the token under which its run was computed."""
+
+    operation: Operation
+    outcome: Outcome
+    token: int
+
+
+class Taking(NamedTuple):
+    """What `take` is asked for."""
+
+    slug: str
+    max_runs: int
+    max_ops_per_run: int
+    max_claims: int
+
+    def args(self, lease: Lease, *, in_hand: bool = False) -> tuple[str | int, ...]:
+        """Return the arguments of the script. `in_hand`: what was taken before may not be committed yet."""
+        return self.slug, lease.worker_id, lease.generation, *self[1:], _BROUGHT_BYTES, int(in_hand)
 
 
 class Journal(Samples, Unloading):
@@ -156,12 +189,14 @@ class Journal(Samples, Unloading):
         The first few small bodies come along.
         An operation stays here until it is committed, so a second call returns it again.
         """
-        if lease.lost:
-            return []
         claims = max_runs if max_claims is None else max_claims
-        answer = self._store.script("take")(
-            slug, lease.worker_id, lease.generation, max_runs, max_ops_per_run, claims, _BROUGHT_BYTES
-        )
+        return self.take_next(lease, Taking(slug, max_runs, max_ops_per_run, claims))
+
+    def take_next(self, lease: Lease, taking: Taking) -> list[Slice]:
+        """Do so as `taking` says."""
+        return [] if lease.lost else self._taken(lease, self._store.script("take")(*taking.args(lease)))
+
+    def _taken(self, lease: Lease, answer: Any) -> list[Slice]:
         if answer == b"LOST":
             lease.mark_lost()
             return []
@@ -202,25 +237,63 @@ class Journal(Samples, Unloading):
             StaleOwner: the token isn't the run's, or this isn't its next operation; nothing was changed.
             QuotaExceeded: its rows hold more than the tenant may store; nothing was changed.
         """
+        [refusal], _ = self.commit_all(lease, [Committal(operation, outcome, token)])
+        if refusal is not None:
+            raise refusal
+
+    def commit_all(
+        self, lease: Lease, committals: Sequence[Committal], *, then: Taking | None = None
+    ) -> tuple[list[Exception | None], list[Slice] | None]:
+        """Commit several operations in one trip, each by itself and in order; with `then`, take what is next as well.
+
+        Returns why each of them isn't committed, None if it is (`commit` raises these; StoreUnavailable also where the
+        disk takes no result's file now), and what was taken, if all were committed. A run of which something is to be
+        cancelled isn't: only `take` does that, whose caller has nothing in hand, so it has to be called as well.
+        """
+        sent: list[tuple[Committal, tuple[Any, ...]]] = []
+        refusals: dict[int, Exception] = {}
+        for number, committal in enumerate(committals):
+            try:
+                sent.append((committal, self._ended(committal)))
+            except (OSError, StoreUnavailable) as error:
+                refusals[number] = error
+        reach("trainer.executed")
+        calls = [("commit", args) for _, args in sent] + (
+            [("take", then.args(lease, in_hand=True))] if then and not refusals else []
+        )
+        answers = self._store.scripts(calls)
+        reach("trainer.committed")
+        answered = iter([self._refusal(lease, *each) for each in zip(sent, answers, strict=False)])
+        told = [refusals.get(number) or next(answered) for number in range(len(committals))]
+        taken = answers[-1] if len(answers) > len(sent) and not any(told) else None
+        return told, None if taken is None or isinstance(taken, Exception) else self._taken(lease, taken)
+
+    def _ended(self, committal: Committal) -> tuple[Any, ...]:
+        """Return the arguments of the script that commits one operation; its result is stowed by then."""
+        operation, outcome, token = committal
         assert _RUN_FIELDS.issuperset(outcome.run_fields), outcome.run_fields
         if operation.kind in (REFUSED, MISSING) and outcome.error is None:
             outcome = Outcome(error=operation.error, category="server")
-        ending = self._ending(operation.tenant, outcome)
         rows = [part for row in outcome.rows for part in (row.key, row.field, row.value)]
         run_fields = [part for pair in outcome.run_fields.items() for part in pair]
-        reach("trainer.executed")
-        answer = self._store.script("commit")(
+        return (
             operation.tenant, operation.run_id, operation.seq_id, token, operation.request_id,
-            *ending, outcome.usage.microseconds, len(outcome.rows), *rows, *run_fields,
+            *self._ending(operation.tenant, outcome), outcome.usage.microseconds, len(outcome.rows), *rows, *run_fields,
         )  # fmt: skip
-        reach("trainer.committed")
+
+    def _refusal(self, lease: Lease, sent: tuple[Committal, tuple[Any, ...]], answer: Any) -> Exception | None:
+        """Return why an operation isn't committed, by what its script answered."""
+        (operation, _, _), args = sent
+        if isinstance(answer, Exception):
+            return answer
         if answer != b"OK":
-            self._spool.discard(ending[2])
+            self._spool.discard(args[STOWED])
         if answer.startswith(b"QUOTA"):
-            raise quotas.refusal(answer)
+            return quotas.refusal(answer)
         if answer == b"STALE":
             lease.held.pop((operation.tenant, operation.run_id), None)
-            raise StaleOwner(f"{operation.request_id!r} is not {lease.worker_id!r}'s to commit; drop the run's state")
+            return StaleOwner(f"{operation.request_id!r} is not {lease.worker_id!r}'s to commit; drop the run's state")
+        return None
 
     def history(
         self, tenant: str, run_id: str, *, after: int, upto: int, bodies_of: Container[str] = MESSAGES

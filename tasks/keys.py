@@ -341,6 +341,11 @@ def cancelling(worker_id: str) -> str:
     return f"cancelled {worker_id}"
 
 
+def new_versions(slug: str) -> str:
+    """Name those who are told on the channel WAKE, on a second line, of each new version for samplers of a model."""
+    return f"versions {slug}"
+
+
 def samplers(slug: str) -> str:
     """Name all samplers of a base model on the channel WAKE; no worker's id holds a space."""
     return f"sample {slug}"

@@ -11,7 +11,8 @@ import dataclasses
 import hashlib
 import logging
 import secrets
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from openrl.tasks import keys, quotas
 from openrl.tasks.boundaries import reach
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 Seeded = TypeVar("Seeded", CreateModel, Sample)
 
 SEEDS = 2**31
+STOWED = 7
+"""Where the stowed result is among the arguments of the scripts that end something."""
 MAX_ERROR_CHARS = 4000
 """A longer error text is cut: it is read by people."""
 
@@ -108,7 +111,13 @@ class Samples:
         Raises:
             StaleOwner: it isn't in this process's hands any more; nothing was changed.
         """
-        self._commit_sample(lease, job.tenant, job.request_id, outcome)
+        [refusal] = self.commit_samples(lease, [(job, outcome)])
+        if refusal is not None:
+            raise refusal
+
+    def commit_samples(self, lease: Lease, ended: Sequence[tuple[SampleJob, Outcome]]) -> list[Exception | None]:
+        """Finish several requests in one trip, each by itself. Returns why each of them isn't, None if it is."""
+        return self._commit_samples(lease, [(job.tenant, job.request_id, outcome) for job, outcome in ended])
 
     @translated()
     def held_samples(self, lease: Lease) -> set[tuple[str, str]]:
@@ -125,19 +134,38 @@ class Samples:
         """Give back whatever this process still holds; others take it in its old place."""
         return int(self._store.script("sample_requeue")(lease.slug, lease.worker_id, lease.generation))
 
-    def _commit_sample(self, lease: Lease, tenant: str, request_id: str, outcome: Outcome) -> None:
-        ending = self._ending(tenant, outcome)
+    def _commit_samples(self, lease: Lease, ended: Sequence[tuple[str, str, Outcome]]) -> list[Exception | None]:
+        sent: list[tuple[str, tuple[Any, ...]]] = []
+        refusals: dict[int, Exception] = {}
+        for number, each in enumerate(ended):
+            try:
+                sent.append(("sample_commit", self._ended_sample(lease, *each)))
+            except OSError as error:  # no room for the result's file
+                refusals[number] = error
         reach("sampler.drawn")
-        status, *bodies = self._store.script("sample_commit")(
-            lease.slug, lease.worker_id, lease.generation, tenant, request_id, *ending,
+        answers = self._store.scripts(sent)
+        reach("sampler.committed")
+        answered = iter([self._sample_refusal(lease, *each) for each in zip(sent, answers, strict=True)])
+        return [refusals.get(number) or next(answered) for number in range(len(ended))]
+
+    def _ended_sample(self, lease: Lease, tenant: str, request_id: str, outcome: Outcome) -> tuple[Any, ...]:
+        """Return the arguments of the script that ends one request; its result is stowed by then."""
+        return (
+            lease.slug, lease.worker_id, lease.generation, tenant, request_id, *self._ending(tenant, outcome),
             outcome.usage.prompt_tokens, outcome.usage.sampled_tokens, outcome.usage.microseconds,
         )  # fmt: skip
-        reach("sampler.committed")
+
+    def _sample_refusal(self, lease: Lease, sent: tuple[str, tuple[Any, ...]], answer: Any) -> Exception | None:
+        _, args = sent
+        if isinstance(answer, Exception):
+            return answer
+        status, *bodies = answer
         if status != b"OK":
-            self._spool.discard(ending[2])
-            raise StaleOwner(f"{request_id!r} is no longer held by {lease.worker_id!r}; its result was dropped")
+            self._spool.discard(args[STOWED])
+            return StaleOwner(f"{args[4]!r} is no longer held by {lease.worker_id!r}; its result was dropped")
         for body in bodies:
             self._spool.discard(body)
+        return None
 
     def _job(
         self, lease: Lease, tenant: bytes, request_id: bytes, submitted: bytes, body: bytes, number: bytes | None
@@ -159,10 +187,11 @@ class Samples:
         log.error("error %s: the body of %s can't be read", error_id, request_id, exc_info=error)
         cause = "is lost" if isinstance(error, FileNotFoundError) else "can't be read"
         lost = f"the request's body {cause} (error id {error_id}); send it again as a new one"
-        try:
-            self._commit_sample(lease, tenant, request_id, Outcome(error=lost, category="server"))
-        except (StaleOwner, StoreFault) as refusal:
+        [refusal] = self._commit_samples(lease, [(tenant, request_id, Outcome(error=lost, category="server"))])
+        if isinstance(refusal, StaleOwner | StoreFault):
             log.error("%s could not be ended: %s", request_id, refusal)
+        elif refusal is not None:
+            raise refusal
 
     def _ending(self, tenant: str, outcome: Outcome) -> tuple[str, str, bytes, str, str, float]:
         """Return an outcome as the scripts take it; a large result is on disk before this returns."""
@@ -183,18 +212,21 @@ class Samples:
 def digest(message: Message) -> str:
     """Return what tells a retry from a different operation (hex).
 
-    It covers what the client sent: neither a seed drawn here nor the directory that a checkpoint's name
-    stands for at the moment.
+    It covers what the client means: neither a seed drawn here, nor the directory that a checkpoint's name stands for
+    at the moment, nor the number of the sampler that an ephemeral save makes: the SDK draws another for each try.
     """
     if getattr(message, "checkpoint_dir", ""):
         message = dataclasses.replace(message, checkpoint_dir="")  # type: ignore[call-arg]
+    if sampler_id := getattr(message, "sampler_id", ""):
+        message = dataclasses.replace(message, sampler_id=keys.session_of(sampler_id))  # type: ignore[call-arg]
     return _digest(message.kind, message.to_bytes())
 
 
 def encoded(message: Message) -> tuple[str, bytes]:
     """Return `digest(message)` and `message.to_bytes()`, at the cost of one where they cover the same."""
     body = message.to_bytes()
-    return digest(message) if getattr(message, "checkpoint_dir", "") else _digest(message.kind, body), body
+    apart = getattr(message, "checkpoint_dir", "") or getattr(message, "sampler_id", "")
+    return digest(message) if apart else _digest(message.kind, body), body
 
 
 def _digest(kind: str, body: bytes) -> str:

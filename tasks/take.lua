@@ -6,7 +6,7 @@
 -- What was to be cancelled is, here: whoever asks has nothing of these runs in hand.
 -- Reads ready:<slug>, runs, journals, leases; writes owner, generation, token, suspect, crashes, begun of claimed runs.
 -- ARGV: 1 slug, 2 worker id, 3 its generation, 4 most runs, 5 most operations of a run, 6 most runs to claim,
---       7 most bytes of bodies
+--       7 most bytes of bodies, 8 '1' if its hands may not be empty: runs of which something is to be cancelled wait then
 -- returns LOST, or {tenant, run id, token, applied, crashes, then seq, header, stowed body or '' of each operation}
 --         for each run
 local slug, worker, generation = ARGV[1], ARGV[2], ARGV[3]
@@ -71,6 +71,9 @@ local function offer(tenant, run_id)
     'cancels')
   local owner, token, head = run[1], run[3], string.format('%d', run[4] + 1)
   local suspect, crashes = run[5] or '', tonumber(run[6] or 0)
+  if run[8] and ARGV[8] == '1' then
+    return
+  end
   local first = not run[8] and has_spent(tenant) and redis.call('HGET', K.journal(tenant, run_id), head)
   if first and waits_for_tokens(tenant, first) then
     return

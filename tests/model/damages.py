@@ -21,6 +21,9 @@ DAMAGES: dict[str, Damage] = {
     "a living worker's run is taken": {
         "take": (("(owner == '' or not lives(owner, run[2]))", "true"),),
     },
+    "an operation is cancelled in its owner's hands by what follows a commit that was lost": {
+        "take": (("if run[8] and ARGV[8] == '1' then", "if false then"),),
+    },
     "an operation is cancelled in its owner's hands": {
         "cancel": (("elseif in_hand then", "elseif false then"),),
     },

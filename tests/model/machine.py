@@ -11,7 +11,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from openrl.tasks.deliveries import Deliveries
 from openrl.tasks.errors import Gone, InvalidRequest, KeyReused, NotFound, Overloaded, QuotaExceeded, StoreUnavailable
 from openrl.tasks.futures import Futures
 from openrl.tasks.journal import Journal
-from openrl.tasks.messages import CreateModel, Message, OptimStep, Sample
+from openrl.tasks.messages import CreateModel, Message, OptimStep, Sample, SaveWeightsForSampler
 from openrl.tasks.orphans import named
 from openrl.tasks.ownership import new_epoch
 from openrl.tasks.records import Sampler
@@ -161,7 +161,7 @@ class Machine(RuleBasedStateMachine):
         elif seq == 0:
             self._create(client, fault)
         elif act == "again":
-            self._send(client, seq, client.sent[seq], fault)
+            self._send(client, seq, _repeated(client.sent[seq]), fault)
         elif act == "other" and self._known(client.key, seq):
             with refusing(f"{seq} of {client.key}"):
                 self.journal.submit(*client.key, seq, OptimStep(learning_rate=99.0))
@@ -575,9 +575,16 @@ class Machine(RuleBasedStateMachine):
             return
         except KeyReused:
             # Only what was closed as missing, or belongs to another operation, is refused so.
-            assert client.sent.get(seq) != message or seq not in client.acknowledged
+            assert seq not in client.acknowledged or _repeated(client.sent[seq]) != _repeated(message)
             return
         except (NotFound, Overloaded, QuotaExceeded):
             return
         client.sent.setdefault(seq, message)
         client.acknowledged.add(seq)
+
+
+def _repeated(message: Message) -> Message:
+    """Return what arrives when an operation is sent again: the SDK numbers the sampler of each try anew."""
+    if isinstance(message, SaveWeightsForSampler) and message.sampler_id:
+        return replace(message, sampler_id=keys.sampler_id(keys.session_of(message.sampler_id), 9999))
+    return message

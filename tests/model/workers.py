@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from openrl.tasks import keys
 from openrl.tasks.errors import QuotaExceeded, StaleOwner, StoreUnavailable, Undecodable
-from openrl.tasks.journal import Journal, Operation, Outcome, SampleJob, Slice, checkpoint_row, sampler_row
+from openrl.tasks.journal import Committal, Journal, Operation, Outcome, SampleJob, Slice, Taking
 from openrl.tasks.messages import Message, SaveWeights, SaveWeightsForSampler, decode
 from openrl.tasks.operations import MISSING, REFUSED
 from openrl.tasks.ownership import Lease
-from openrl.tasks.records import Checkpoint, Sampler
+from openrl.tasks.records import Checkpoint, Sampler, checkpoint_row, sampler_row
 from tests.model.toy import BASE, State, carried_out, drawn, failed, withdrawn
 from tests.model.world import World
 
@@ -81,6 +81,10 @@ class Trainer(Process):
         super().__init__(world, worker_id, "trainer")
         self.disk = disk
         self.residents: dict[Key, Resident] = {}
+        self.taken: list[Slice] | None = None
+        """What a commit has brought along."""
+        self.then: Taking | None = None
+        """What the next commit brings along."""
         self.photos: list[tuple[Key, int, int, State]] = []
         """Copies to be written: run, token, position, state."""
         self.main = self._main()
@@ -92,11 +96,16 @@ class Trainer(Process):
         while True:
             choice = yield
             try:
-                slices = self.journal.take(SLUG, self.lease, max_ops_per_run=1 + choice % 4, max_runs=1 + choice // 2)
+                slices, self.taken = self.taken, None
+                is_brought = slices is not None
+                taking = Taking(SLUG, 1 + choice // 2, 1 + choice % 4, 1 + choice // 2)
+                slices = self.journal.take_next(self.lease, taking) if slices is None else slices
             except StoreUnavailable:
                 continue
             for piece in slices:
+                self.then = taking if piece is slices[-1] and not is_brought else None
                 yield from self._serve(piece)
+            self.then = None
             choice = yield
             if choice % 4 == 0:
                 yield from self._hand_back()
@@ -173,7 +182,9 @@ class Trainer(Process):
             message = decode(each.kind, body)
             state, outcome = self._outcome(key, run.token, state, each, message, breaks=choice == 11)
             done.append((each, state, outcome))
+        then, self.then = self.then, None
         for each, after, outcome in done:
+            self.then = then if each is done[-1][0] else None
             ours = yield from self._committed(run.token, each, outcome)
             if not ours:
                 self.residents.pop(key, None)
@@ -201,16 +212,19 @@ class Trainer(Process):
     def _committed(self, token: int, each: Operation, outcome: Outcome) -> Generator[None, int, bool]:
         while True:
             choice = yield
-            try:
-                self.journal.commit(self.lease, each, outcome, token=token)
-                return True
-            except StoreUnavailable:
-                if choice == 0:
+            then, self.then = self.then if choice % 2 else None, None
+            [refusal], self.taken = self.journal.commit_all(self.lease, [Committal(each, outcome, token)], then=then)
+            match refusal:
+                case None:
+                    return True
+                case StoreUnavailable() if choice:
+                    pass
+                case StoreUnavailable() | StaleOwner():
                     return False
-            except StaleOwner:
-                return False
-            except QuotaExceeded:
-                outcome = Outcome(error="over its quota")
+                case QuotaExceeded():
+                    outcome = Outcome(error="over its quota")
+                case _:
+                    raise refusal
 
     def _hand_back(self) -> Program:
         for key, run in list(self.residents.items()):

@@ -8,14 +8,15 @@ import pytest
 from openrl.tasks import keys
 from openrl.tasks.cancelling import Cancelling
 from openrl.tasks.doorbell import Waiter
-from openrl.tasks.errors import OperationFailed, StoreFault
-from openrl.tasks.futures import Completions, Futures
+from openrl.tasks.errors import OperationFailed
+from openrl.tasks.futures import Futures
 from openrl.tasks.journal import Journal
 from openrl.tasks.messages import Sample
 from openrl.tasks.ownership import Lease
 from openrl.tasks.process import Streak
 from openrl.tasks.quotas import Quotas
 from openrl.tasks.registry import Registry
+from openrl.tasks.store import Store
 from openrl.tasks.usage import Usage
 from openrl.tasks.wire import codec
 from openrl.workers.sampler.engine import SamplerEngine
@@ -34,10 +35,14 @@ class Counter:
         self.gate = threading.Event()
         self.gate.set()
         self.most = 0
+        self.foreseen = []
 
     @property
     def requests(self):
         return [request for request, _ in self.left.values()]
+
+    def foresee(self, directory):
+        self.foreseen.append(directory)
 
     def add(self, request):
         self.left[request.job.request_id] = [request, request.max_new]
@@ -76,21 +81,19 @@ def serve(store):
         def new_lease():
             return Lease(store, name, kind="sampler", slug=SLUG)
 
-        completions = Completions(store)
-        waiter = Waiter(store, completions, worker_id=lambda: name)
+        waiter = Waiter(store, worker_id=lambda: name)
         engine = SamplerEngine(
             runner or Counter(), journal or Journal(store), waiter,
             lease=new_lease(), new_lease=new_lease, slug=SLUG, limits=LIMITS, poll_s=0.05, stop_s=2.0, **options,
         )  # fmt: skip
         engine.start()
-        running.append((engine, completions))
+        running.append(engine)
         return engine
 
     yield begin
-    for engine, completions in running:
+    for engine in running:
         engine.release_waiters()
         engine.stop()
-        completions.close()
 
 
 @pytest.fixture
@@ -272,19 +275,29 @@ def test_the_worker_shows_as_busy_while_it_draws_and_ready_when_not(store, serve
     wait_until(lambda: shown(store)[b"state"] == b"ready")
 
 
-def test_a_result_that_the_store_can_not_take_keeps_no_other_from_being_answered(store, serve, submit, monkeypatch):
+def test_a_result_that_the_store_can_not_take_keeps_no_other_from_being_answered(store, serve, submit):
     bad, good = submit(), submit()
-    commit = store.script("sample_commit")
-
-    def broken(*args):
-        if bad in args:
-            raise StoreFault("the store could not carry out a command (error id 00)")
-        return commit(*args)
-
-    monkeypatch.setitem(store._scripts, "sample_commit", broken)
+    store.redis.delete(keys.future("local", bad))
+    store.redis.set(keys.future("local", bad), "not what a promise is kept in")
     serve()
     assert ended(store, good).state == "done"
-    assert Futures(store).get("local", bad).state == "pending"
+    assert store.redis.get(keys.future("local", bad)) == b"not what a promise is kept in"
+
+
+def test_what_ends_in_one_step_is_committed_in_one_trip_even_to_a_store_that_forgot_the_scripts(
+    store, serve, submit, monkeypatch
+):
+    trips, scripts = [], Store.scripts
+    monkeypatch.setattr(Store, "scripts", lambda self, calls: trips.append(len(calls)) or scripts(self, calls))
+    runner = Counter()
+    runner.gate.clear()
+    asked = [submit() for _ in range(3)]
+    serve(runner)
+    wait_until(lambda: len(runner.left) == 3)
+    store.redis.script_flush()
+    runner.gate.set()
+    assert {ended(store, one).state for one in asked} == {"done"}
+    assert [number for number in trips if number] == [3]
 
 
 def test_what_a_sample_used_is_counted_as_it_was_measured(store, serve, submit):
@@ -295,3 +308,9 @@ def test_what_a_sample_used_is_counted_as_it_was_measured(store, serve, submit):
     assert (used["prompt_tokens"].amount, used["sampled_tokens"].amount, used["samples"].amount) == (3, 10, 1)
     assert used["microseconds"].amount > 0
     assert used["samples"].session_id == done.partition(":")[0]
+
+
+def test_a_new_version_is_told_to_the_runner_while_nothing_is_asked_for(serve):
+    engine = serve(runner := Counter())
+    engine.hear_version("t/r/@1.1")
+    wait_until(lambda: runner.foreseen == ["t/r/@1.1"])

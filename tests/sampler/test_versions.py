@@ -85,3 +85,34 @@ def test_a_version_that_is_gone_or_broken_fails_by_name_and_is_tried_again(caplo
         assert error_id and error_id in caplog.text
     assert "bad header" in caplog.text and DIRECTORY in caplog.text
     assert versions.acquire(DIRECTORY).result() == DIRECTORY
+
+
+def test_the_next_version_of_a_run_that_is_here_is_loaded_before_it_is_asked_for_and_no_other():
+    loads = []
+    versions = Versions(lambda name: loads.append(name) or name, max_idle=2)
+    versions.foresee("run/1")
+    assert versions.resident == ()
+    versions.acquire("run/1").result()
+    versions.foresee("other/1")
+    versions.foresee("run/2")
+    versions.foresee("run/2")
+    assert versions.acquire("run/2").result() == "run/2"
+    assert loads == ["run/1", "run/2"]
+
+
+def test_a_version_that_was_loaded_in_vain_is_tried_again_when_it_is_asked_for():
+    loads = []
+
+    def load(name):
+        loads.append(name)
+        if loads.count(name) == 1 and name == "run/2":
+            raise FileNotFoundError(name)
+        return name
+
+    versions = Versions(load, max_idle=2)
+    versions.acquire("run/1").result()
+    versions.foresee("run/2")
+    assert isinstance(versions.acquire("run/2").exception(10), NotFound)  # the same try, which may still be under way
+    versions.release("run/2")
+    assert versions.acquire("run/2").result(10) == "run/2"
+    assert loads == ["run/1", "run/2", "run/2"]

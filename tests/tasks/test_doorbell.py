@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future as Running
@@ -15,8 +16,9 @@ from openrl.tasks.celery import celery, queue_name
 from openrl.tasks.doorbell import Doorbell, Waiter
 from openrl.tasks.errors import OperationFailed
 from openrl.tasks.futures import Completions
-from openrl.tasks.messages import OptimStep, Sample
+from openrl.tasks.messages import OptimStep, Sample, SaveWeightsForSampler
 from openrl.tasks.operations import Outcome
+from openrl.tasks.records import Sampler, sampler_row
 from openrl.tasks.store import Store
 
 TENANT = "local"
@@ -31,8 +33,8 @@ def completions(store) -> Iterator[Completions]:
 
 
 @pytest.fixture
-def waiter(store, completions) -> Waiter:
-    return Waiter(store, completions, worker_id=lambda: "w1")
+def waiter(store) -> Waiter:
+    return Waiter(store, worker_id=lambda: "w1")
 
 
 @pytest.fixture
@@ -95,7 +97,7 @@ def test_a_ring_at_the_wrong_worker_wakes_the_owner(journal, created, store, com
     assert woken.wait(LONG_S)
     woken.clear()
     completions.call_on_wake("w2", other_woken.set)
-    stranger = Waiter(store, completions, worker_id=lambda: "w2")
+    stranger = Waiter(store, worker_id=lambda: "w2")
     stranger.release()
     stranger.wait_for(TENANT, f"{run_id}:1")
     assert woken.wait(LONG_S)
@@ -155,6 +157,24 @@ def read(queue):
 def everything(message):
     properties = {name: value for name, value in message.properties.items() if name != "delivery_tag"}
     return message.headers, message.payload, properties, message.content_type, message.content_encoding
+
+
+def test_samplers_are_told_of_each_new_version_of_their_base_model(journal, created, session_id, completions):
+    run_id, lease, token = created
+    told, other, woken = queue.SimpleQueue(), [], threading.Event()
+    completions.call_on_wake("w1", woken.set)
+    assert woken.wait(LONG_S)  # subscribed
+    completions.call_with(keys.new_versions(lease.slug), told.put)
+    completions.call_with(keys.new_versions("other"), other.append)
+    sampler_id = f"{session_id}:sample:0"
+    journal.submit(TENANT, run_id, 1, SaveWeightsForSampler(sampler_id=sampler_id))
+    (piece,) = journal.take(lease.slug, lease)
+    sampler = Sampler(
+        sampler_id=sampler_id, session_id=session_id, base_model="tiny", slug=lease.slug, adapter_dir="t/r/@0.1"
+    )
+    journal.commit(lease, piece.operations[0], Outcome(rows=sampler_row(TENANT, sampler)), token=token)
+    assert told.get(timeout=LONG_S) == "t/r/@0.1"
+    assert not other
 
 
 def test_a_sample_wakes_the_samplers_of_its_base_model(journal, registry, session_id, completions):

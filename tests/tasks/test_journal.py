@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from openrl.tasks import keys
 from openrl.tasks.errors import Gone, InvalidRequest, KeyReused, NotFound, Overloaded, StaleOwner
 from openrl.tasks.journal import MAX_AHEAD, Journal, Outcome, checkpoint_row, sampler_row
-from openrl.tasks.messages import CreateModel, Datum, ForwardBackward, OptimStep, SaveWeights, SaveWeightsForSampler
+from openrl.tasks.messages import (
+    CreateModel,
+    Datum,
+    ForwardBackward,
+    OptimStep,
+    SaveWeights,
+    SaveWeightsForSampler,
+    decode,
+)
 from openrl.tasks.ownership import Lease
 from openrl.tasks.registry import Checkpoint, Registry, Sampler
 from openrl.tasks.store import Store
@@ -476,6 +484,19 @@ def test_an_ephemeral_save_reserves_its_sampler_at_once(journal, created, sessio
         journal.submit(TENANT, run_id, 3, SaveWeightsForSampler(sampler_id=f"{session_id}:sample:5"))
     kinds = [operation.kind for operation in journal.take(SLUG, lease)[0].operations]
     assert kinds == ["save_weights_for_sampler", "refused", "refused"]
+
+
+def test_an_ephemeral_save_sent_again_under_another_sampler_is_the_same_save(journal, created, session_id, registry):
+    run_id, lease, _ = created
+    promise = journal.submit(TENANT, run_id, 1, SaveWeightsForSampler(sampler_id=f"{session_id}:sample:4"))
+    again = SaveWeightsForSampler(sampler_id=f"{session_id}:sample:5")
+    assert journal.submit(TENANT, run_id, 1, again) == promise
+    for other in (SaveWeightsForSampler(name="final"), dataclasses.replace(again, ttl_seconds=60)):
+        with pytest.raises(KeyReused):
+            journal.submit(TENANT, run_id, 1, other)
+    ((operation,),) = [piece.operations for piece in journal.take(SLUG, lease)]
+    assert decode(operation.kind, operation.body).sampler_id == f"{session_id}:sample:4"
+    registry.create_sampler(TENANT, session_id=session_id, seq=5, base_model=BASE, slug=SLUG)  # it is free
 
 
 # snapshots

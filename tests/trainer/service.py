@@ -7,13 +7,14 @@ import json
 from dataclasses import dataclass
 
 from openrl.tasks.doorbell import Waiter
-from openrl.tasks.futures import Completions, Future, Futures
+from openrl.tasks.futures import Future, Futures
 from openrl.tasks.journal import Journal
 from openrl.tasks.messages import CreateModel, Message
 from openrl.tasks.ownership import Lease
 from openrl.tasks.registry import Registry
 from openrl.tasks.store import Store
 from openrl.workers.model.loading import LoadedModel
+from openrl.workers.trainer.arena import Arena
 from openrl.workers.trainer.checkpoints import Checkpoints
 from openrl.workers.trainer.device import Device
 from openrl.workers.trainer.engine import TrainerEngine
@@ -34,15 +35,13 @@ class Service:
         self.journal = Journal(store)
         self.registry = Registry(store)
         self.futures = Futures(store)
-        self.completions = Completions(store)
         self.leases: list[Lease] = []
         self._names = itertools.count()
 
     def close(self) -> None:
-        """End the threads behind leases and completions."""
+        """End the threads behind leases."""
         for lease in self.leases:
             lease.close()
-        self.completions.close()
 
     def trainer(self, **settings: float) -> Trainer:
         """Start a trainer process, so to say; its loop runs when the test says so."""
@@ -108,7 +107,8 @@ class Trainer:
         service, data_dir = self.service, self.service.store.settings.data_dir
         where = {"base_model": BASE, "data_dir": data_dir}
         checkpoints = Checkpoints(service.loaded, slug=BASE, registry=service.registry, **where)
-        self.device = Device(service.loaded, checkpoints, token_budget=self.settings.token_budget)
+        arena = Arena(service.loaded.device, most_runs=self.settings.device_runs)
+        self.device = Device(service.loaded, checkpoints, token_budget=self.settings.token_budget, arena=arena)
         self.recovery = Recovery(service.loaded, self.device, service.journal, **where)
         at_once = self.settings.snapshots_at_once
         self.snapshots = Snapshots(service.loaded, service.journal, at_once=at_once, **where)
@@ -120,7 +120,7 @@ class Trainer:
             device=self.device,
             recovery=self.recovery,
             snapshots=self.snapshots,
-            waiter=Waiter(service.store, service.completions, worker_id=lambda: self.name),
+            waiter=Waiter(service.store, worker_id=lambda: self.name),
             settings=self.settings,
         )
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from openrl.tasks import keys
-from openrl.tasks.errors import StaleOwner, StoreFault, StoreUnavailable
+from openrl.tasks.errors import OpenRLError, StaleOwner, StoreFault, StoreUnavailable
 from openrl.tasks.messages import OptimStep, SaveWeights, SaveWeightsForSampler
 from openrl.tasks.process import MOST_FAILURES, Streak
 from openrl.tasks.wire.codec import output_to_json
@@ -212,6 +212,54 @@ def test_an_idle_trainer_asks_the_store_once_a_look(service):
     assert service.store.redis.info("commandstats")["cmdstat_evalsha"]["calls"] == before + 10
 
 
+def test_what_arrives_during_a_pass_is_taken_along_with_its_commit_and_looked_for_no_second_time(service, monkeypatch):
+    trainer, client, other = service.trainer(), service.client(), service.client()
+    trainer.spin()
+    calls, execute = [], trainer.device.execute
+
+    def arriving(works):
+        if works[0].kind == "forward_backward":
+            client.submit(OptimStep())
+            trainer.engine.wake()
+        return execute(works)
+
+    monkeypatch.setattr(trainer.device, "execute", arriving)
+    scripts, take_next = service.store.scripts, service.journal.take_next
+    monkeypatch.setattr(
+        service.store, "scripts", lambda sent: calls.append([name for name, _ in sent]) or scripts(sent)
+    )
+    monkeypatch.setattr(service.journal, "take_next", lambda *asked: calls.append("take") or take_next(*asked))
+    client.submit(forward_backward(seed=1))
+    trainer.engine.turn()
+    other.submit(forward_backward(seed=1))  # not seen by that look, and not lost by it
+    assert trainer.engine.turn() and client.states() == "ddd"
+    assert calls == ["take", ["commit", "take"], ["commit"]]
+    trainer.spin()
+    assert other.states() == "dd"
+
+
+def test_the_outcomes_of_a_pass_are_committed_in_one_trip_each_by_itself(service, monkeypatch):
+    trainer, clients = service.trainer(token_budget=1000), [service.client(name) for name in "abc"]
+    trainer.spin()
+    sent, scripts = [], service.store.scripts
+    monkeypatch.setattr(service.store, "scripts", lambda calls: sent.append(len(calls)) or scripts(calls))
+    service.store.redis.script_flush()  # a store that was started anew knows none of them
+    execute = trainer.device.execute
+
+    def overtaken(works):
+        key = keys.run("b", clients[1].run_id)
+        service.store.redis.hset(key, "token", "7")
+        return execute(works)
+
+    monkeypatch.setattr(trainer.device, "execute", overtaken)
+    for client in clients:
+        client.submit(forward_backward(seed=1))
+    trainer.engine.turn()
+    assert sent == [3]
+    assert [client.states() for client in clients] == ["dd", "dp", "dd"]
+    assert not trainer.engine._residents.get(("b", clients[1].run_id))
+
+
 class FlakyJournal:
     """Loses the store for a while: before a commit is written, or right after."""
 
@@ -230,6 +278,17 @@ class FlakyJournal:
                 self._journal.commit(*args, **kwargs)
             raise StoreUnavailable("the store does not answer")
         self._journal.commit(*args, **kwargs)
+
+    def commit_all(self, lease, committals, *, then=None):
+        refusals = []
+        for operation, outcome, token in committals:
+            try:
+                self.commit(lease, operation, outcome, token=token)
+            except (OpenRLError, OSError) as refusal:
+                refusals.append(refusal)
+            else:
+                refusals.append(None)
+        return refusals, None
 
 
 @pytest.mark.parametrize("written", [True, False])
@@ -318,19 +377,20 @@ def test_a_run_whose_operation_ran_but_could_not_be_committed_is_rebuilt(service
 def test_a_result_that_can_not_be_stored_fails_and_voids(service, monkeypatch):
     trainer, client = service.trainer(), service.client()
     trainer.spin()
-    commit = service.journal.commit
+    ended = service.journal._ended
 
-    def full(lease, operation, outcome, *, token):
+    def full(committal):
+        operation, outcome, _ = committal
         if outcome.error is None and operation.kind == "forward_backward":
             raise OSError(28, "No space left on device")
-        commit(lease, operation, outcome, token=token)
+        return ended(committal)
 
-    monkeypatch.setattr(service.journal, "commit", full)
+    monkeypatch.setattr(service.journal, "_ended", full)
     client.submit(forward_backward(seed=1))
     client.submit(OptimStep())
     trainer.spin()
     assert client.states() == "dff"
-    assert client.future(1).category == "server" and "No space left" in client.future(1).error
+    assert client.future(1).category == "server" and "disk is full" in client.future(1).error
     assert "operation 1 failed" in client.future(2).error
 
 
@@ -340,15 +400,16 @@ def test_a_step_whose_result_can_not_be_stored_is_undone_as_it_is_recorded(servi
         each.submit(forward_backward(seed=1))
     trainer.spin()
     before = bits(trainer.resident(client))
-    commit = service.journal.commit
+    ended = service.journal._ended
 
-    def full(lease, operation, outcome, *, token):
+    def full(committal):
+        operation, outcome, _ = committal
         if outcome.error is None and operation.request_id == f"{client.run_id}:2":
             raise OSError(28, "No space left on device")
-        commit(lease, operation, outcome, token=token)
+        return ended(committal)
 
     with monkeypatch.context() as patched:
-        patched.setattr(service.journal, "commit", full)
+        patched.setattr(service.journal, "_ended", full)
         for each in (client, other):
             each.submit(OptimStep(learning_rate=0.1))
         trainer.spin()

@@ -21,7 +21,7 @@ from openrl.tasks.errors import InvalidRequest, OpenRLError, OtherVersion
 from openrl.tasks.futures import Completions
 from openrl.tasks.journal import Journal
 from openrl.tasks.ownership import Lease
-from openrl.tasks.process import die_with_parent
+from openrl.tasks.process import die_with_parent, leave
 from openrl.tasks.registry import Registry
 from openrl.tasks.settings import StoreSettings
 from openrl.tasks.store import Store
@@ -121,7 +121,7 @@ def build(base: str, name: str, store: Store, settings: SamplerSettings) -> Samp
     engine = SamplerEngine(
         torch_engine,
         Journal(store),
-        Waiter(store, completions, worker_id=lambda: name),
+        Waiter(store, worker_id=lambda: name),
         lease=lease,
         new_lease=new_lease,
         slug=model.slug,
@@ -132,6 +132,7 @@ def build(base: str, name: str, store: Store, settings: SamplerSettings) -> Samp
     )
     completions.call_on_wake(keys.samplers(model.slug), engine.wake)
     completions.call_on_wake(keys.cancelling(name), engine.let_go)
+    completions.call_with(keys.new_versions(model.slug), engine.hear_version)
     return engine
 
 
@@ -158,7 +159,7 @@ def main(base: str, name: str) -> None:
         sys.exit(2)
     except (OpenRLError, ValueError) as failure:
         raise SystemExit(f"the sampler can't start: {failure}") from failure
-    sys.exit(serve(engine, store=store, family="sample", slug=engine.slug, name=name))
+    leave(serve(engine, store=store, family="sample", slug=engine.slug, name=name))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from openrl.workers.sampler.requests import Finished, Limits, Request, read, wri
 
 log = logging.getLogger(__name__)
 
+MOST_NEWS = 64
+"""New versions that are remembered until the next turn."""
 LOOK_S = 1.0
 """How often it is looked whether a request in hand was cancelled; the message that says so at once may be lost."""
 
@@ -50,6 +52,9 @@ class Runner(Protocol):
 
     def drop(self, requests: Collection[Request]) -> list[int]:
         """Forget these of its requests; what they held is free in the next step. Return how much each had drawn."""
+
+    def foresee(self, directory: str) -> None:
+        """Hear of a new version of some run's weights, which may be asked for next."""
 
     def tidy(self) -> None:
         """Let go of what is kept in memory for requests that may never come."""
@@ -90,6 +95,8 @@ class SamplerEngine:
         self._streak = streak or Streak()
         self._drafts = drafts
         self._woken = threading.Event()
+        self._looks = threading.Event()
+        self._new_versions: deque[str] = deque(maxlen=MOST_NEWS)
         self._cancelled = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="sampler-engine", daemon=True)
@@ -106,11 +113,17 @@ class SamplerEngine:
 
     def wake(self) -> None:
         """Look at the waiting set now."""
+        self._looks.set()
         self._woken.set()
 
     def let_go(self) -> None:
         """Look now whether a request in hand was cancelled."""
         self._cancelled.set()
+        self._woken.set()
+
+    def hear_version(self, directory: str) -> None:
+        """Hear that weights were saved for sampling."""
+        self._new_versions.append(directory)
         self._woken.set()
 
     def knows(self, tenant: str, request_id: str) -> bool:
@@ -154,17 +167,21 @@ class SamplerEngine:
 
     def _turn(self) -> None:
         """Take what may come in, advance by a step, commit what ended."""
+        self._woken.clear()
         if self.lease.lost:
             self._start_over()
         self._commit()
-        if self._woken.is_set() or time.monotonic() >= self._take_at:
+        while self._new_versions:
+            self._runner.foresee(self._new_versions.popleft())
+        if self._looks.is_set() or time.monotonic() >= self._take_at:
             self._take()
         if self._cancelled.is_set() or time.monotonic() >= self._look_at:
             self._drop_cancelled()
             self._runner.tidy()
         self._show(busy=bool(self._runner.requests))
         if not self._runner.requests:
-            self._woken.wait(max(0.0, self._take_at - time.monotonic()))
+            if not self._stopping.is_set():
+                self._woken.wait(max(0.0, self._take_at - time.monotonic()))
             return
         began, running = time.monotonic(), list(self._runner.requests)
         ended = self._step()
@@ -183,7 +200,7 @@ class SamplerEngine:
 
     def _take(self) -> None:
         """Bring waiting samples in; one that can't be run is answered at once."""
-        self._woken.clear()
+        self._looks.clear()
         self._take_at = time.monotonic() + self._poll_s
         most = self._runner.most_of_tenant
         jobs = self._journal.take_samples(self.slug, self.lease, limit=most, of_tenant=most)
@@ -231,16 +248,27 @@ class SamplerEngine:
             ]
 
     def _commit(self) -> None:
-        """Commit what ended; while the store doesn't answer, it stays here."""
-        while self._uncommitted:
-            job, outcome = self._uncommitted[0]
-            try:
-                self._journal.commit_sample(self.lease, job, outcome)
-            except StaleOwner:
-                log.warning("sample %s is another worker's by now; dropped", job.request_id)
-            except StoreFault as fault:
-                log.error("sample %s is not committed, and returns when this worker ends: %s", job.request_id, fault)
-            self._uncommitted.popleft()
+        """Commit what ended, in one trip; what the store or the disk can't take now stays here."""
+        if not self._uncommitted:
+            return
+        sent, kept = list(self._uncommitted), deque[tuple[SampleJob, Outcome]]()
+        trouble: Exception | None = None
+        for (job, outcome), refusal in zip(sent, self._journal.commit_samples(self.lease, sent), strict=True):
+            match refusal:
+                case None:
+                    self._waiter.ended(job.tenant, job.request_id, outcome.error or "")
+                case StaleOwner():
+                    log.warning("sample %s is another worker's by now; dropped", job.request_id)
+                case StoreFault():
+                    log.error(
+                        "sample %s isn't committed, and returns when this worker ends: %s", job.request_id, refusal
+                    )
+                case _:
+                    trouble = trouble or refusal
+                    kept.append((job, outcome))
+        self._uncommitted = kept
+        if trouble is not None:
+            raise trouble
 
     def _start_over(self) -> None:
         """The lease ran out, so others may have all that we had: drop it and begin anew."""

@@ -146,6 +146,10 @@ class TorchEngine:
             self._leave(group)
         return [group.num_drawn for group in dropped]
 
+    def foresee(self, directory: str) -> None:
+        """Load a version that is likely to be asked for next."""
+        self._versions.foresee(directory)
+
     def tidy(self) -> None:
         """Let go of the versions that nobody has used for a while."""
         self._versions.tidy()

@@ -63,6 +63,16 @@ class Versions(Generic[Adapter]):
         self._evict()
         return future
 
+    def foresee(self, directory: str) -> None:
+        """Load a new version before it is asked for, if an earlier one of its run is here: the next ask will be for it.
+
+        What goes wrong with it is told to whoever asks.
+        """
+        family = directory.rpartition("/")[0]
+        if directory not in self._resident and any(one.rpartition("/")[0] == family for one in self._resident):
+            self.acquire(directory)
+            self.release(directory)
+
     def release(self, directory: str) -> None:
         """Let go of what one `acquire` returned."""
         self._uses[directory] -= 1

@@ -19,12 +19,14 @@ from openrl.tasks.errors import OpenRLError, OtherVersion
 from openrl.tasks.futures import Completions
 from openrl.tasks.journal import Journal
 from openrl.tasks.ownership import Lease
-from openrl.tasks.process import die_with_parent
+from openrl.tasks.process import die_with_parent, leave
 from openrl.tasks.registry import Registry
 from openrl.tasks.settings import StoreSettings
 from openrl.tasks.store import Store
 from openrl.tasks.worker import serve
 from openrl.workers.model import loading
+from openrl.workers.model.recomputing import Recomputing
+from openrl.workers.trainer.arena import Arena
 from openrl.workers.trainer.checkpoints import Checkpoints
 from openrl.workers.trainer.device import Device
 from openrl.workers.trainer.engine import TrainerEngine
@@ -56,7 +58,7 @@ def main(base: str, name: str) -> None:
         sys.exit(2)
     except (OpenRLError, ValueError) as error:
         raise click.ClickException(str(error)) from error
-    sys.exit(serve(engine, store=store, family="train", slug=slug, name=name))
+    leave(serve(engine, store=store, family="train", slug=slug, name=name))
 
 
 def build(
@@ -78,7 +80,14 @@ def build(
     settings = replace(settings, token_budget=budget)
     data_dir = store_settings.data_dir
     checkpoints = Checkpoints(loaded, base_model=model.name, slug=model.slug, registry=registry, data_dir=data_dir)
-    device = Device(loaded, checkpoints, token_budget=settings.token_budget)
+    device = Device(
+        loaded,
+        checkpoints,
+        token_budget=settings.token_budget,
+        arena=Arena(loaded.device, most_runs=settings.device_runs, most_bytes=settings.device_bytes),
+        recomputing=Recomputing(loaded, settings.gradient_checkpointing),
+        tells_entropy=settings.entropy == "on",
+    )
     completions = Completions(store)
     engine = TrainerEngine(
         slug=model.slug,
@@ -90,7 +99,7 @@ def build(
         snapshots=Snapshots(
             loaded, journal, base_model=model.name, data_dir=data_dir, at_once=settings.snapshots_at_once
         ),
-        waiter=Waiter(store, completions, worker_id=lambda: name),
+        waiter=Waiter(store, worker_id=lambda: name),
         settings=settings,
     )
     completions.call_on_wake(name, engine.wake)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from openrl.tasks.doorbell import Waiter
 from openrl.tasks.errors import InvalidRequest, QuotaExceeded, StaleOwner, StoreFault, StoreUnavailable
-from openrl.tasks.journal import Journal, Operation, Outcome, Slice
+from openrl.tasks.journal import Committal, Journal, Operation, Outcome, Slice, Taking
 from openrl.tasks.messages import CreateModel, ForwardBackward, LoadWeights, Message, OptimStep, decode
 from openrl.tasks.operations import MISSING, REFUSED, Usage
 from openrl.tasks.ownership import Lease
@@ -78,10 +78,13 @@ class TrainerEngine:
         self._waiter = waiter
         self._settings = settings
         self._streak = streak or Streak()
-        self._planner = Planner(token_budget=settings.token_budget, runs_per_pass=settings.runs_per_pass)
+        self._planner = Planner(token_budget=settings.token_budget, runs_per_pass=settings.most_runs_of_a_pass)
         self._holdings = Holdings(slug=slug, journal=journal, recovery=recovery, snapshots=snapshots, settings=settings)
         self._residents = self._holdings.residents
         self._doubtful: dict[Key, Doubt] = {}
+        self._taking = Taking(slug, settings.max_runs, settings.max_operations, settings.max_runs)
+        self._taken: list[Slice] | None = None
+        """What the last commit has brought along of what is next; None: nothing was asked for."""
         self._bell = threading.Event()
         self._stopping = threading.Event()
         self._store_is_down = False
@@ -124,8 +127,9 @@ class TrainerEngine:
 
     def _loop(self) -> None:
         while not self._stopping.is_set():
-            self._bell.clear()
-            if not (self._guarded(self.turn) and self._has_more):
+            if self._taken is None:
+                self._bell.clear()
+            if not (self._guarded(self.turn) and (self._has_more or self._taken)):
                 self._say("ready")
                 self._bell.wait(self._settings.poll_s)
         self._guarded(self.hand_back_all)
@@ -153,17 +157,16 @@ class TrainerEngine:
         """Look once, and carry out one pass if there is something to do. Tells whether anything took effect."""
         if self._lease.lost:
             raise StaleOwner("the lease was lost")
-        slices = self._journal.take(
-            self._slug,
-            self._lease,
-            max_runs=self._settings.max_runs,
-            max_ops_per_run=self._settings.max_operations,
-        )
+        slices, self._taken = self._taken, None
+        is_brought = slices is not None
+        if slices is None:
+            slices = self._journal.take_next(self._lease, self._taking)
         self._holdings.note_offered(slices)
         ready = [each for each in slices if not self._pauses(each)]
         progressed = any(self._alone(each) for each in ready if each.crashes)  # one of them in each turn
-        progressed |= self._serve([each for each in ready if not each.crashes])
-        waiting = {(each.tenant, each.run_id) for each in slices}
+        # What was brought along isn't followed by more of that: to cancel something takes a look with empty hands.
+        progressed |= self._serve([each for each in ready if not each.crashes], looks=not is_brought)
+        waiting = {(each.tenant, each.run_id) for each in (*slices, *(self._taken or ()))}
         self._has_more = len(slices) == self._settings.max_runs or any(self._left(each) for each in ready)
         self._holdings.let_go(waiting, self._lease)
         return progressed
@@ -187,8 +190,11 @@ class TrainerEngine:
             return False
         return self._serve([replace(each, operations=(first,))])
 
-    def _serve(self, slices: Sequence[Slice]) -> bool:
-        """Carry out one pass over these runs. Tells whether anything took effect."""
+    def _serve(self, slices: Sequence[Slice], *, looks: bool = False) -> bool:
+        """Carry out one pass over these runs. Tells whether anything took effect.
+
+        `looks`: nothing else is carried out in this turn, so that the last commit may bring what is next.
+        """
         progressed = False
         operations: dict[tuple[Key, int], Operation] = {}
         queues: list[Queue] = []
@@ -201,12 +207,10 @@ class TrainerEngine:
             if rest:
                 queues.append(_queue(run, rest))
                 operations |= {(run.key, operation.seq_id): operation for operation in rest}
-        return self._carry_out(queues, operations) or progressed
+        return self._carry_out(queues, operations, looks=looks) or progressed
 
-    def _carry_out(self, queues: list[Queue], operations: dict[tuple[Key, int], Operation]) -> bool:
-        plan = self._planner.plan(queues)
-        # Each single is committed before the next begins: only then may a store that fails be asked again.
-        groups = [[chosen] for chosen in plan.singles] + ([list(plan.packed)] if plan.packed else [])
+    def _carry_out(self, queues: list[Queue], operations: dict[tuple[Key, int], Operation], *, looks: bool) -> bool:
+        groups = self._planner.plan(queues).groups()
         if not groups:
             return False
         self._say("busy")
@@ -215,7 +219,8 @@ class TrainerEngine:
             if self._stopping.is_set():
                 break
             names = [_name(chosen) for chosen in self._still_here(group)]
-            self._pass([(operations[name], messages[name]) for name in names if name in messages])
+            batch = [(operations[name], messages[name]) for name in names if name in messages]
+            self._pass(batch, looks=looks and group is groups[-1])
         self._lease.touch_busy()
         return True
 
@@ -251,7 +256,7 @@ class TrainerEngine:
         runs = [self._residents.get((chosen.tenant, chosen.run_id)) for chosen in group]
         return [chosen for chosen, run in zip(group, runs, strict=True) if run and run.applied < chosen.seq_id]
 
-    def _pass(self, batch: Sequence[tuple[Operation, Message]]) -> None:
+    def _pass(self, batch: Sequence[tuple[Operation, Message]], *, looks: bool) -> None:
         """Carry out the operations together and commit each outcome."""
         operations = [operation for operation, _ in batch]
         works = [self._work(operation, message) for operation, message in batch]
@@ -265,7 +270,7 @@ class TrainerEngine:
         except Exception as error:
             outcomes = [self._broken(work, error) for work in works]
         seconds = time.monotonic() - began
-        committed = self._commit_all(works, operations, _measured(operations, outcomes, seconds))
+        committed = self._commit_all(works, operations, _measured(operations, outcomes, seconds), looks=looks)
         log.info(
             "pass: %d runs, %d operations (%s), %d tokens, %.0f ms",
             len({work.run.key for work in works}),
@@ -278,16 +283,20 @@ class TrainerEngine:
             self._after(work, outcome)
 
     def _commit_all(
-        self, works: Sequence[Work], operations: Sequence[Operation], outcomes: Sequence[Outcome]
+        self, works: Sequence[Work], operations: Sequence[Operation], outcomes: Sequence[Outcome], *, looks: bool
     ) -> list[tuple[Work, Outcome]]:
         """Commit what was carried out; return what is. A run with an operation that isn't is dropped.
 
-        Such a run is ahead of its journal: served on, it would do the operation a second time.
+        Such a run is ahead of its journal: served on, it would do the operation a second time. What was submitted
+        meanwhile is taken on the same trip.
         """
         committed = []
+        tokens = [work.run.token for work in works]
+        sent = [Committal(*each) for each in zip(operations, outcomes, tokens, strict=True)]
         try:
-            for work, operation, outcome in zip(works, operations, outcomes, strict=True):
-                if self._residents.holds(work.run) and self._commit(work.run, operation, outcome):
+            refusals = self._send(sent, looks=looks and self._bell.is_set())
+            for work, operation, outcome, refusal in zip(works, operations, outcomes, refusals, strict=True):
+                if self._residents.holds(work.run) and self._settle(work.run, operation, outcome, refusal):
                     committed.append((work, outcome))
         finally:
             for work in works[len(committed) :]:
@@ -347,6 +356,7 @@ class TrainerEngine:
         except (StaleOwner, StoreFault) as refusal:
             log.error("%s could not be failed: %s", operation.request_id, refusal)
             return False
+        self._waiter.ended(operation.tenant, operation.request_id, outcome.error or "")
         log.error("%s was given up: %s", operation.request_id, outcome.error)
         return True
 
@@ -369,37 +379,53 @@ class TrainerEngine:
         _void(run, operation.kind, operation.seq_id, outcome.error or "", voids=operation.voids)
         return self._commit(run, operation, _told(operation, outcome))
 
+    def _send(self, committals: Sequence[Committal], *, looks: bool = False) -> list[Exception | None]:
+        """Send outcomes to the journal; return what is in the way of each. `looks`: take what is next as well."""
+        if not looks:
+            return self._journal.commit_all(self._lease, committals)[0]
+        self._bell.clear()
+        refusals, taken = self._journal.commit_all(self._lease, committals, then=self._taking)
+        if taken is None:
+            self._bell.set()
+        self._taken = taken or None
+        return refusals
+
     def _commit(self, run: Run, operation: Operation, outcome: Outcome) -> bool:
-        """Write an outcome; keep trying while the store is down. False: the run was dropped.
+        """Write an outcome. False: the run was dropped."""
+        [refusal] = self._send([Committal(operation, outcome, run.token)])
+        return self._settle(run, operation, outcome, refusal)
+
+    def _settle(self, run: Run, operation: Operation, outcome: Outcome, refusal: Exception | None) -> bool:
+        """See to an outcome that was sent; keep trying while the store is down. False: the run was dropped.
 
         It is dropped when it is no longer ours, and when what is recorded is not what took effect.
         """
         as_recorded = True
-        while True:
-            try:
-                self._journal.commit(self._lease, operation, outcome, token=run.token)
-                break
-            except StoreUnavailable as error:
-                self._note_store_down(error)
-                if self._stopping.wait(RETRY_S) or self._lease.lost:
+        while refusal is not None:
+            match refusal:
+                case StoreUnavailable():
+                    self._note_store_down(refusal)
+                    if self._stopping.wait(RETRY_S) or self._lease.lost:
+                        self._holdings.drop(run.key)
+                        return False
+                case StaleOwner():
+                    log.warning("run %s has passed to another worker; dropped", run.run_id)
                     self._holdings.drop(run.key)
                     return False
-            except StaleOwner:
-                log.warning("run %s has passed to another worker; dropped", run.run_id)
-                self._holdings.drop(run.key)
-                return False
-            except StoreFault as fault:
-                self._doubt(operation, run.token, fault)
-                return False
-            except QuotaExceeded as over:  # a save, which leaves the run as it was
-                self._device.discard(outcome)
-                outcome = failed(operation.request_id, over)
-            except OSError as error:  # no room for the result's file
-                if outcome.error is not None:
-                    raise
-                outcome = _told(operation, failed(f"storing the result of {operation.request_id}", error))
-                as_recorded = False
+                case StoreFault():
+                    self._doubt(operation, run.token, refusal)
+                    return False
+                case QuotaExceeded():  # a save, which leaves the run as it was
+                    self._device.discard(outcome)
+                    outcome = failed(operation.request_id, refusal)
+                case OSError() if outcome.error is None:  # no room for the result's file
+                    outcome = _told(operation, failed(f"storing the result of {operation.request_id}", refusal))
+                    as_recorded = False
+                case _:
+                    raise refusal
+            [refusal] = self._send([Committal(operation, outcome, run.token)])
         run.applied = operation.seq_id
+        self._waiter.ended(operation.tenant, operation.request_id, outcome.error or "")
         self._doubtful.pop(run.key, None)
         self._residents.note(run, operation.size, outcome.usage.seconds)
         if not as_recorded:
@@ -427,6 +453,7 @@ class TrainerEngine:
     def _start_over(self, reason: StaleOwner) -> None:
         """Drop every run: this process owned nothing for a while. A new lease is a new owner."""
         log.warning("%s; dropping %d runs and starting over", reason, len(self._residents))
+        self._taken = None
         self._holdings.drop_all()
         if not self._stopping.is_set():
             self._guarded(self._renew)
