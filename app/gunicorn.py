@@ -95,6 +95,11 @@ class Answer(wsgi.Response):
     headers_sent: bool
     _head = b""
 
+    @property
+    def nothing_left(self) -> bool:
+        """Tell whether another answer can still be given in place of this one."""
+        return not self.headers_sent or bool(self._head)
+
     def send_headers(self) -> None:
         """Write the head, to be sent with the body."""
         if not self.headers_sent:
@@ -181,7 +186,7 @@ class Worker(GeventWorker):
         except OSError:
             raise
         except Exception:
-            if not answer.headers_sent:
+            if answer.nothing_left:
                 raise
             self.log.exception("an answer broke off")
             answer.force_close()

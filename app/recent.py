@@ -25,12 +25,12 @@ class Recent(Generic[T]):
         known = self._known.get(key)
         if known is not None and now < known[0]:
             return known[1]
-        answer = find()
-        if len(self._known) >= MOST:
-            self._known.clear()
-        self._known[key] = now + self._keep_s, answer
+        remembered, answer = self._known, find()
+        if len(remembered) >= MOST:
+            remembered.clear()
+        remembered[key] = now + self._keep_s, answer  # and not what was made anew meanwhile: it may have changed
         return answer
 
     def forget(self) -> None:
-        """Find out everything anew."""
-        self._known.clear()
+        """Find out everything anew, what is being found out just now included."""
+        self._known = {}

@@ -1,6 +1,6 @@
 """How fast the trainer's device code is on an accelerator: random weights in the shape of Qwen3-0.6B and 8B.
 
-    python benchmarks/gpu_trainer.py                              # under 8 minutes on one GPU, nothing is fetched
+    python benchmarks/gpu_trainer.py                              # on one GPU, some minutes; nothing is fetched
     python benchmarks/gpu_trainer.py --shape tiny --device cpu    # the same code on next to nothing
 
 One JSON line a figure: tokens a second of `forward_backward` and step, the share of the chip's matrix peak that is, and

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from openrl.tasks.errors import StoreUnavailable
+from openrl.tasks.errors import DiskRefusal
 
 REFUSALS = {
     errno.ENOSPC: "the service's disk is full",
@@ -28,17 +28,17 @@ def check_room(data_dir: Path, reserve_bytes: int) -> None:
     """Refuse to take more in while the disk can't be written, or has less left than `reserve_bytes`.
 
     Raises:
-        StoreUnavailable: it says which of the two, and what to do.
+        DiskRefusal: it says which of the two, and what to do.
     """
     try:
         found = os.statvfs(data_dir)
     except OSError as error:
-        raise StoreUnavailable(f"the service's disk can't be read ({error.strerror}); {REMEDY}") from error
+        raise DiskRefusal(f"the service's disk can't be read ({error.strerror}); {REMEDY}") from error
     if found.f_flag & os.ST_RDONLY:
-        raise StoreUnavailable(f"{REFUSALS[errno.EROFS]}; {REMEDY}")
+        raise DiskRefusal(f"{REFUSALS[errno.EROFS]}; {REMEDY}")
     left = found.f_bavail * found.f_frsize
     if left < reserve_bytes:
-        raise StoreUnavailable(
+        raise DiskRefusal(
             f"the service's disk has {left >> 20} MiB left, and OPENRL_DISK_RESERVE_BYTES keeps {reserve_bytes >> 20} "
             f"for what was accepted already; {REMEDY}"
         )
@@ -49,11 +49,11 @@ def translated() -> Iterator[None]:
     """Turn a disk's refusal to write into an error of ours; what else goes wrong stays what it is.
 
     Raises:
-        StoreUnavailable: the disk is full, its quota is used up, or it is read-only.
+        DiskRefusal: the disk is full, its quota is used up, or it is read-only.
     """
     try:
         yield
     except OSError as error:
         if error.errno not in REFUSALS:
             raise
-        raise StoreUnavailable(f"{REFUSALS[error.errno]}; {REMEDY}") from error
+        raise DiskRefusal(f"{REFUSALS[error.errno]}; {REMEDY}") from error

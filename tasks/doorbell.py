@@ -16,6 +16,7 @@ from openrl.tasks.celery import celery, letter, notice_queue, queue_name
 from openrl.tasks.endings import Endings
 from openrl.tasks.errors import OperationFailed, StoreUnavailable
 from openrl.tasks.futures import FAILED, PENDING
+from openrl.tasks.samples import MAX_ERROR_CHARS
 from openrl.tasks.store import Store
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class Waiter:
 
     def ended(self, tenant: str, request_id: str, error: str) -> None:
         """Hear from the engine how an operation ended; `error` "" is success."""
-        self._endings.note(tenant, request_id, error)
+        self._endings.note(tenant, request_id, error[:MAX_ERROR_CHARS])
 
     def wait_for(self, tenant: str, request_id: str, *, is_next: bool = False) -> None:
         """Wait for the operation's end, at most a minute; return at once behind a gap or at shutdown.

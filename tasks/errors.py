@@ -91,6 +91,10 @@ class StoreUnavailable(OpenRLError):
     """Redis doesn't answer: try again; an operator must look if it lasts."""
 
 
+class DiskRefusal(StoreUnavailable):
+    """The disk under the data directory takes nothing now: it is full or read-only; an operator must look."""
+
+
 class StoreFault(OpenRLError):
     """The store answers and couldn't carry out a command: a fault of the service, found in its log."""
 

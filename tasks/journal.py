@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from openrl.tasks import keys, quotas
 from openrl.tasks.boundaries import reach
 from openrl.tasks.errors import (
+    DiskRefusal,
     Gone,
     InvalidRequest,
     KeyReused,
@@ -24,14 +25,13 @@ from openrl.tasks.errors import (
     OtherVersion,
     Overloaded,
     StaleOwner,
-    StoreUnavailable,
     shown,
 )
 from openrl.tasks.messages import MESSAGES, CreateModel, ForwardBackward, Message, Sample
 from openrl.tasks.operations import MISSING, REFUSED, Operation, Outcome, Promise, SampleJob, Slice
 from openrl.tasks.ownership import Lease
 from openrl.tasks.records import Row, Run, checkpoint_row, sampler_row
-from openrl.tasks.samples import MAX_ERROR_CHARS, STOWED, Samples, digest, encoded, with_seed
+from openrl.tasks.samples import MAX_ERROR_CHARS, STOWED, Samples, digest, digest_with_sampler, encoded, with_seed
 from openrl.tasks.schema import ENTRY
 from openrl.tasks.spool import Apart, here
 from openrl.tasks.store import Store, translated
@@ -146,11 +146,15 @@ class Journal(Samples, Unloading):
         reserve, session_id = getattr(message, "sampler_id", ""), keys.session_of(run_id)
         num_tokens = message.num_tokens
         identity, body = (self._apart if num_tokens > LARGE_TOKENS else here)(encoded, message)
+        rest = ("submit", reserve, session_id, *(letter or ("", "")))
         try:
-            return self._append(
-                tenant, run_id, seq_id, message.kind, identity, body, "submit", reserve, session_id,
-                *(letter or ("", "")), num_tokens=num_tokens,
-            )  # fmt: skip
+            return self._append(tenant, run_id, seq_id, message.kind, identity, body, *rest, num_tokens=num_tokens)
+        except KeyReused:
+            if not reserve:
+                raise
+            # What an earlier version accepted is known by its sampler's number as well; nothing new can come of this.
+            earlier = digest_with_sampler(message)
+            return self._append(tenant, run_id, seq_id, message.kind, earlier, body, *rest, num_tokens=num_tokens)
         except _SamplerTaken as taken:
             error = f"{reserve!r} already names a different sampler; use the next number"
             self.refuse(tenant, run_id, seq_id, message.kind, bytes.fromhex(identity), error)
@@ -246,17 +250,22 @@ class Journal(Samples, Unloading):
     ) -> tuple[list[Exception | None], list[Slice] | None]:
         """Commit several operations in one trip, each by itself and in order; with `then`, take what is next as well.
 
-        Returns why each of them isn't committed, None if it is (`commit` raises these; StoreUnavailable also where the
-        disk takes no result's file now), and what was taken, if all were committed. A run of which something is to be
-        cancelled isn't: only `take` does that, whose caller has nothing in hand, so it has to be called as well.
+        Returns why each of them isn't committed, None if it is (`commit` raises these, and DiskRefusal where a result's
+        file has no room), and what was taken, if all were committed. A run of which something is to be cancelled isn't:
+        only `take` does that, whose caller has nothing in hand, so it has to be called as well.
         """
         sent: list[tuple[Committal, tuple[Any, ...]]] = []
         refusals: dict[int, Exception] = {}
+        held_up: dict[tuple[str, str], Exception] = {}
         for number, committal in enumerate(committals):
+            key = (committal.operation.tenant, committal.operation.run_id)
+            if key in held_up:  # behind one that can't be sent
+                refusals[number] = held_up[key]
+                continue
             try:
                 sent.append((committal, self._ended(committal)))
-            except (OSError, StoreUnavailable) as error:
-                refusals[number] = error
+            except (OSError, DiskRefusal) as error:
+                refusals[number] = held_up[key] = error
         reach("trainer.executed")
         calls = [("commit", args) for _, args in sent] + (
             [("take", then.args(lease, in_hand=True))] if then and not refusals else []

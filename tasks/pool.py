@@ -1,8 +1,8 @@
 """The connections to the store that a process keeps: one that has just served well is used again without a look.
 
 redis' own pool asks the system before each use whether the connection is still there and nothing lies on it unread:
-that took a third of a small command's time under gevent. Here it asks after a use that ended in an exception, which may
-have left an answer behind, and after a pause. A store that went away since shows at the command itself, which is sent
+that took a third of a small command's time under gevent. Here it asks after a pause, and a use that ended in an exception,
+which may have left an answer behind, ends the connection. A store that went away since shows at the command itself, which is sent
 again on a new connection.
 """
 
@@ -40,13 +40,23 @@ class Pool(redis.BlockingConnectionPool):
         if connection is not None and time.monotonic() < self._served.pop(connection, 0.0) + TRUSTED_S:
             return connection
         self.pool.put_nowait(connection)
-        return super().get_connection()
+        connection = super().get_connection()
+        self._served.pop(connection, None)
+        return connection
+
+    def reset(self) -> None:
+        """Begin anew, as in a process that was forked: its parent's connections are none of its own."""
+        self._served = {}
+        super().reset()
 
     def release(self, connection: Any) -> None:
         """Take a connection back."""
         self._checkpid()
-        if sys.exc_info()[0] is None and self.owns_connection(connection) and not connection.should_reconnect():
+        if sys.exc_info()[0] is not None:  # its answer may still be on the way, where no look finds it
+            connection.disconnect()
+        elif self.owns_connection(connection) and not connection.should_reconnect():
             self._served[connection] = time.monotonic()
             self.pool.put_nowait(connection)
-        else:
-            super().release(connection)
+            return
+        self._served.pop(connection, None)
+        super().release(connection)

@@ -16,7 +16,16 @@ from typing import Any, TypeVar
 
 from openrl.tasks import keys, quotas
 from openrl.tasks.boundaries import reach
-from openrl.tasks.errors import InvalidRequest, KeyReused, NotFound, Overloaded, StaleOwner, StoreFault, shown
+from openrl.tasks.errors import (
+    DiskRefusal,
+    InvalidRequest,
+    KeyReused,
+    NotFound,
+    Overloaded,
+    StaleOwner,
+    StoreFault,
+    shown,
+)
 from openrl.tasks.messages import CreateModel, Message, Sample
 from openrl.tasks.operations import Outcome, Promise, SampleJob
 from openrl.tasks.ownership import Lease
@@ -140,7 +149,7 @@ class Samples:
         for number, each in enumerate(ended):
             try:
                 sent.append(("sample_commit", self._ended_sample(lease, *each)))
-            except OSError as error:  # no room for the result's file
+            except (OSError, DiskRefusal) as error:  # its file can't be written now
                 refusals[number] = error
         reach("sampler.drawn")
         answers = self._store.scripts(sent)
@@ -219,6 +228,11 @@ def digest(message: Message) -> str:
         message = dataclasses.replace(message, checkpoint_dir="")  # type: ignore[call-arg]
     if sampler_id := getattr(message, "sampler_id", ""):
         message = dataclasses.replace(message, sampler_id=keys.session_of(sampler_id))  # type: ignore[call-arg]
+    return _digest(message.kind, message.to_bytes())
+
+
+def digest_with_sampler(message: Message) -> str:
+    """Return what told an ephemeral save from a different one before its digest left out the sampler's number (hex)."""
     return _digest(message.kind, message.to_bytes())
 
 

@@ -65,7 +65,7 @@ class Spool:
         """Write `data` durably and return `@<relative path>`. The name ends with the size, which scripts read there.
 
         Raises:
-            StoreUnavailable: the disk takes nothing now; nothing is left of the file.
+            DiskRefusal: it takes nothing now; nothing is left of the file.
         """
         name = f"{secrets.token_hex(16)}-{len(data)}"
         relative = Path("spool", check_tenant(tenant), name[:2], name)

@@ -129,7 +129,7 @@ class Store:
                 if name in ADMITTING:
                     self.check_room()
                 try:  # without redis-py's own wrapping, which takes a quarter of a script's time here
-                    return self.redis.execute_command("EVALSHA", registered.sha, 0, *args)
+                    return self.redis.execute_command("EVALSHA", _digest(name), 0, *args)
                 except redis.exceptions.NoScriptError:
                     return registered(args=args)
 
@@ -139,7 +139,9 @@ class Store:
     def scripts(self, calls: Sequence[tuple[str, Sequence[Argument]]]) -> list[Any]:
         """Run several scripts, each by name and ARGV, in one trip and in order; none of those that take something in.
 
-        In the place of an answer is the error that its script ended in; the others are not undone by it.
+        In the place of an answer is the error that its script ended in; the others are not undone by it. From the first
+        script that the store doesn't know, all are run once more: each gives the same answer when it is run twice, and
+        none must come before one that it follows.
         """
         if len(calls) < 2:
             return [self._answer(*call) for call in calls]
@@ -150,10 +152,9 @@ class Store:
                 answers = pipe.execute(raise_on_error=False)
         except OpenRLError as error:
             return [error] * len(calls)
-        return [
-            self._answer(name, args) if isinstance(answer, redis.exceptions.NoScriptError) else _or_error(answer)
-            for (name, args), answer in zip(calls, answers, strict=True)
-        ]
+        unknown = [isinstance(answer, redis.exceptions.NoScriptError) for answer in answers]
+        done = unknown.index(True) if any(unknown) else len(calls)
+        return [*map(_or_error, answers[:done]), *(self._answer(*call) for call in calls[done:])]
 
     def _answer(self, name: str, args: Sequence[Argument]) -> Any:
         try:
@@ -190,11 +191,7 @@ class Store:
 
 def _or_error(answer: Any) -> Any:
     """Return the answer of one command of a pipeline, an error as one of ours."""
-    if isinstance(answer, redis.ResponseError):
-        return _refused(answer)
-    if isinstance(answer, redis.RedisError):
-        return StoreUnavailable(f"the store does not answer ({type(answer).__name__}); try again")
-    return answer
+    return _refused(answer) if isinstance(answer, redis.ResponseError) else answer
 
 
 @cache

@@ -232,6 +232,9 @@ class Seat:
         began = time.monotonic()
         try:
             self._turns.note(self.accelerator, turn.token, state="parking")
+        except Refused as failure:
+            self._break("the turn had ended before it was parked", turn, failure)
+        try:
             self._parkable.park()
             if left := self._parkable.resident_bytes:
                 raise RuntimeError(f"{left} bytes are still on the accelerator")

@@ -1,5 +1,6 @@
 """The engine on a real journal: order, results, failures, fairness, and no more trips than needed."""
 
+import errno
 import json
 import threading
 import time
@@ -8,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from openrl.tasks import keys
-from openrl.tasks.errors import OpenRLError, StaleOwner, StoreFault, StoreUnavailable
+from openrl.tasks import disk, keys
+from openrl.tasks.errors import DiskRefusal, OpenRLError, StaleOwner, StoreFault, StoreUnavailable
 from openrl.tasks.messages import OptimStep, SaveWeights, SaveWeightsForSampler
 from openrl.tasks.process import MOST_FAILURES, Streak
 from openrl.tasks.wire.codec import output_to_json
@@ -260,6 +261,58 @@ def test_the_outcomes_of_a_pass_are_committed_in_one_trip_each_by_itself(service
     assert not trainer.engine._residents.get(("b", clients[1].run_id))
 
 
+def test_a_store_that_knows_only_the_look_still_sees_the_commit_before_it(service, monkeypatch):
+    trainer, client, other = service.trainer(), service.client(), service.trainer()
+    trainer.spin()
+    execute = trainer.device.execute
+
+    def restarted(works):
+        if works[0].kind == "forward_backward":
+            service.store.redis.script_flush()
+            other.engine.turn()  # another trainer has looked since: that script the store knows again
+            client.submit(OptimStep())
+            trainer.engine.wake()
+        return execute(works)
+
+    monkeypatch.setattr(trainer.device, "execute", restarted)
+    client.submit(forward_backward(seed=1))
+    trainer.engine.turn()
+    before = trainer.resident(client)
+    trainer.engine.turn()
+    assert client.states() == "ddd"
+    assert trainer.resident(client) is before, "what was brought along was stale"
+
+
+def test_a_step_that_breaks_leaves_no_gradient_behind_as_its_replay_does(service, monkeypatch):
+    trainer, client = service.trainer(), service.client()
+    client.submit(forward_backward(seed=1))
+    trainer.spin()
+
+    def broken(runs):
+        raise MemoryError("no room on the device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer.device.arena, "admit", broken)
+        client.submit(OptimStep())
+        trainer.spin()
+    client.submit(OptimStep())
+    trainer.spin()
+    assert client.states() == "ddff"
+    trainer.die()
+    client.submit(forward_backward(seed=1))
+    service.trainer().spin()
+    assert client.states() == "ddffd"
+
+
+def full_disk() -> DiskRefusal:
+    """What the spool says of a disk that has no room."""
+    try:
+        with disk.translated():
+            raise OSError(errno.ENOSPC, "No space left on device")
+    except DiskRefusal as refusal:
+        return refusal
+
+
 class FlakyJournal:
     """Loses the store for a while: before a commit is written, or right after."""
 
@@ -374,7 +427,11 @@ def test_a_run_whose_operation_ran_but_could_not_be_committed_is_rebuilt(service
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-4)
 
 
-def test_a_result_that_can_not_be_stored_fails_and_voids(service, monkeypatch):
+@pytest.mark.parametrize(
+    ("refusal", "words"),
+    [(OSError(5, "Input/output error"), "error id"), (full_disk(), "disk is full")],
+)
+def test_a_result_that_can_not_be_stored_fails_and_voids(service, monkeypatch, refusal, words):
     trainer, client = service.trainer(), service.client()
     trainer.spin()
     ended = service.journal._ended
@@ -382,7 +439,7 @@ def test_a_result_that_can_not_be_stored_fails_and_voids(service, monkeypatch):
     def full(committal):
         operation, outcome, _ = committal
         if outcome.error is None and operation.kind == "forward_backward":
-            raise OSError(28, "No space left on device")
+            raise refusal
         return ended(committal)
 
     monkeypatch.setattr(service.journal, "_ended", full)
@@ -390,7 +447,7 @@ def test_a_result_that_can_not_be_stored_fails_and_voids(service, monkeypatch):
     client.submit(OptimStep())
     trainer.spin()
     assert client.states() == "dff"
-    assert client.future(1).category == "server" and "disk is full" in client.future(1).error
+    assert client.future(1).category == "server" and words in client.future(1).error
     assert "operation 1 failed" in client.future(2).error
 
 
@@ -405,7 +462,7 @@ def test_a_step_whose_result_can_not_be_stored_is_undone_as_it_is_recorded(servi
     def full(committal):
         operation, outcome, _ = committal
         if outcome.error is None and operation.request_id == f"{client.run_id}:2":
-            raise OSError(28, "No space left on device")
+            raise full_disk()
         return ended(committal)
 
     with monkeypatch.context() as patched:

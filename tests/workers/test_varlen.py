@@ -41,6 +41,6 @@ def test_the_kernel_is_given_each_sequences_bounds_the_window_and_the_scale(wind
         torch.testing.assert_close(ours, torch.cat(one_by_one, 2))
 
 
-def test_a_cpu_and_what_the_kernel_cannot_do_go_sequence_by_sequence():
+def test_a_cpu_goes_sequence_by_sequence():
     query = torch.empty(1, H, 3, D, dtype=torch.bfloat16)
     assert not varlen.fits(query, softcap=None)

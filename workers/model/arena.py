@@ -83,7 +83,7 @@ class Arena:
                 # What grew since it was brought here was never booked.
                 row["bytes"] = max(0, row["bytes"] + change)
                 return
-        rows.append({"pid": self._me.pid, "start": self._me.start, "bytes": change, "arena": self._size_bytes})
+        rows.append({"pid": self._me.pid, "start": self._me.start, "bytes": max(0, change), "arena": self._size_bytes})
 
     @staticmethod
     def _who(rows: list[dict[str, int]]) -> str:

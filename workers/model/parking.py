@@ -118,6 +118,7 @@ class Parking:
                 raise ParkingError(f"a tensor of shape {tuple(tensors[0].shape)} has memory that can't be released")
         self._forget()
         self.copied_bytes = 0
+        self._device.barrier()  # work on other streams may still be writing
         try:
             parked = [(storage, self._copy_out(storage, tensors)) for storage, tensors in found]
             self._device.barrier()

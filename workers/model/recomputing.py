@@ -7,6 +7,7 @@ GPU in a thread of its own. The numbers are the same either way.
 
 import contextvars
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -66,7 +67,12 @@ def install(layers: nn.ModuleList) -> None:
 
 
 def kept_bytes_per_token(loaded: "LoadedModel") -> int:
-    """Bytes of activations that a token's forward keeps for backward, about; the head keeps none."""
+    """Bytes of activations that a token's forward keeps for backward, about; the head keeps none.
+
+    More than any device has where attention scores are capped: they are kept too, in the square of the length.
+    """
+    if getattr(loaded.model.config, "attn_logit_softcapping", None):
+        return sys.maxsize
     experts = getattr(loaded.model.config, "num_experts_per_tok", None) or 1
     ends = sum(
         sum(shape[-2:]) * (experts if len(shape) == 3 else 1)

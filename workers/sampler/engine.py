@@ -19,7 +19,7 @@ from typing import Protocol
 
 from openrl.tasks.doorbell import Waiter
 from openrl.tasks.drafts import Publisher
-from openrl.tasks.errors import InvalidRequest, StaleOwner, StoreFault, StoreUnavailable
+from openrl.tasks.errors import DiskRefusal, InvalidRequest, StaleOwner, StoreFault, StoreUnavailable
 from openrl.tasks.journal import Journal, Outcome, SampleJob
 from openrl.tasks.ownership import Lease
 from openrl.tasks.process import Streak
@@ -101,6 +101,7 @@ class SamplerEngine:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="sampler-engine", daemon=True)
         self._uncommitted: deque[tuple[SampleJob, Outcome]] = deque()
+        self._disk_refused = False
         self._seconds: dict[tuple[str, str], float] = {}
         self._take_at = 0.0
         self._look_at = 0.0
@@ -263,10 +264,14 @@ class SamplerEngine:
                     log.error(
                         "sample %s isn't committed, and returns when this worker ends: %s", job.request_id, refusal
                     )
+                case DiskRefusal():
+                    kept.append((job, outcome))
+                    if not self._disk_refused:
+                        log.error("sample %s waits with its result: %s", job.request_id, refusal)
                 case _:
                     trouble = trouble or refusal
                     kept.append((job, outcome))
-        self._uncommitted = kept
+        self._uncommitted, self._disk_refused = kept, bool(kept)
         if trouble is not None:
             raise trouble
 

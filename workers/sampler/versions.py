@@ -44,6 +44,8 @@ class Versions(Generic[Adapter]):
         self._clock = clock
         self._released: dict[str, float] = {}
         self._uses: dict[str, int] = {}
+        self._foreseen: set[str] = set()
+        """Those that nobody has asked for yet."""
         self._resident: OrderedDict[str, Future[Adapter]] = OrderedDict()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="versions")
 
@@ -58,20 +60,25 @@ class Versions(Generic[Adapter]):
         if future is None or _failed(future):
             future = self._resident[directory] = self._loader.submit(self._loaded, directory)
         self._resident.move_to_end(directory)
+        self._foreseen.discard(directory)
         self._released.pop(directory, None)
         self._uses[directory] = self._uses.get(directory, 0) + 1
         self._evict()
         return future
 
     def foresee(self, directory: str) -> None:
-        """Load a new version before it is asked for, if an earlier one of its run is here: the next ask will be for it.
+        """Load a new version before it is asked for, if an earlier one of its run was, and is here.
 
-        What goes wrong with it is told to whoever asks.
+        Not while others are loading, which somebody waits for. What goes wrong with it is told to whoever asks.
         """
         family = directory.rpartition("/")[0]
-        if directory not in self._resident and any(one.rpartition("/")[0] == family for one in self._resident):
-            self.acquire(directory)
-            self.release(directory)
+        asked_for = [one for one in self._resident if one not in self._foreseen]
+        busy = any(not future.done() for future in self._resident.values())
+        if directory in self._resident or busy or all(one.rpartition("/")[0] != family for one in asked_for):
+            return
+        self.acquire(directory)
+        self.release(directory)
+        self._foreseen.add(directory)
 
     def release(self, directory: str) -> None:
         """Let go of what one `acquire` returned."""
@@ -115,6 +122,7 @@ class Versions(Generic[Adapter]):
 
     def _drop(self, directory: str) -> None:
         self._resident.pop(directory).cancel()
+        self._foreseen.discard(directory)
         self._released.pop(directory, None)
 
 

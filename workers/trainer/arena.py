@@ -73,7 +73,7 @@ class Arena:
     def admit(self, runs: Iterable[Run]) -> None:
         """Bring these runs onto the device, and others off it while there are too many.
 
-        The runs of one call are always let in, whatever the bounds say; a pass is kept within them when it is planned.
+        The runs of one call are always let in, whatever the bounds say; a pass is planned within the number of runs.
         """
         if not (self._most_runs or self._most_bytes):
             return

@@ -112,6 +112,8 @@ class Device:
             raise
         except Exception as error:
             outcome = failed(work, error)
+        if isinstance(work.message, OptimStep):
+            work.run.drop_gradient()  # as a replay does with a step that is recorded as failed
         if isinstance(work.message, CreateModel):
             work.run.failure = outcome.error or ""
             return Outcome(error=outcome.error, category=outcome.category, run_fields={"state": "failed"})

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from openrl.tasks.doorbell import Waiter
-from openrl.tasks.errors import InvalidRequest, QuotaExceeded, StaleOwner, StoreFault, StoreUnavailable
+from openrl.tasks.errors import DiskRefusal, InvalidRequest, QuotaExceeded, StaleOwner, StoreFault, StoreUnavailable
 from openrl.tasks.journal import Committal, Journal, Operation, Outcome, Slice, Taking
 from openrl.tasks.messages import CreateModel, ForwardBackward, LoadWeights, Message, OptimStep, decode
 from openrl.tasks.operations import MISSING, REFUSED, Usage
@@ -295,9 +295,14 @@ class TrainerEngine:
         sent = [Committal(*each) for each in zip(operations, outcomes, tokens, strict=True)]
         try:
             refusals = self._send(sent, looks=looks and self._bell.is_set())
-            for work, operation, outcome, refusal in zip(works, operations, outcomes, refusals, strict=True):
+            for number, (work, operation, outcome) in enumerate(zip(works, operations, outcomes, strict=True)):
+                refusal = refusals[number]
                 if self._residents.holds(work.run) and self._settle(work.run, operation, outcome, refusal):
                     committed.append((work, outcome))
+                if (
+                    isinstance(refusal, StoreUnavailable) and sent[number + 1 :]
+                ):  # it answers again by now, or has ended us
+                    refusals[number + 1 :] = self._send(sent[number + 1 :])
         finally:
             for work in works[len(committed) :]:
                 if work.run.applied < work.seq_id and self._residents.holds(work.run):
@@ -403,6 +408,9 @@ class TrainerEngine:
         as_recorded = True
         while refusal is not None:
             match refusal:
+                case DiskRefusal() | OSError() if outcome.error is None:  # no room for the result's file
+                    outcome = _told(operation, failed(f"storing the result of {operation.request_id}", refusal))
+                    as_recorded = False
                 case StoreUnavailable():
                     self._note_store_down(refusal)
                     if self._stopping.wait(RETRY_S) or self._lease.lost:
@@ -418,9 +426,6 @@ class TrainerEngine:
                 case QuotaExceeded():  # a save, which leaves the run as it was
                     self._device.discard(outcome)
                     outcome = failed(operation.request_id, refusal)
-                case OSError() if outcome.error is None:  # no room for the result's file
-                    outcome = _told(operation, failed(f"storing the result of {operation.request_id}", refusal))
-                    as_recorded = False
                 case _:
                     raise refusal
             [refusal] = self._send([Committal(operation, outcome, run.token)])

@@ -10,7 +10,7 @@ import secrets
 from dataclasses import dataclass
 
 from openrl.tasks import disk
-from openrl.tasks.errors import OpenRLError, StoreFault
+from openrl.tasks.errors import DiskRefusal, OpenRLError, StoreFault
 from openrl.tasks.journal import Outcome
 from openrl.tasks.messages import Message
 from openrl.workers.trainer.passes import FORWARDS
@@ -43,10 +43,11 @@ class Work:
 
 def failed(what: object, error: Exception) -> Outcome:
     """Turn an exception into a failed outcome: the caller's mistake in full, ours as an id and a line in the log."""
+    refusal = error.__cause__ if isinstance(error, DiskRefusal) else error
+    if isinstance(refusal, OSError) and refusal.errno in disk.REFUSALS:
+        return broken(what, error, f"{disk.REFUSALS[refusal.errno]}; ask for it again when the operator has made room")
     if isinstance(error, OpenRLError) and not isinstance(error, StoreFault):
         return Outcome(error=str(error), category="user")
-    if isinstance(error, OSError) and error.errno in disk.REFUSALS:
-        return broken(what, error, f"{disk.REFUSALS[error.errno]}; ask for it again when the operator has made room")
     return broken(what, error, (isinstance(error, OSError) and error.strerror) or "internal error")
 
 
