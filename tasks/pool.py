@@ -1,9 +1,9 @@
 """The connections to the store that a process keeps: one that has just served well is used again without a look.
 
 redis' own pool asks the system before each use whether the connection is still there and nothing lies on it unread:
-that took a third of a small command's time under gevent. Here it asks after a pause, and a use that ended in an exception,
-which may have left an answer behind, ends the connection. A store that went away since shows at the command itself, which is sent
-again on a new connection.
+that took a third of a small command's time under gevent. Here it asks after a pause; and a use that ended in an
+exception, which may have left an answer behind, ends the connection. A store that went away since shows at the command
+itself, which is sent again on a new connection.
 """
 
 from __future__ import annotations

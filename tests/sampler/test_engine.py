@@ -8,7 +8,7 @@ import pytest
 from openrl.tasks import keys
 from openrl.tasks.cancelling import Cancelling
 from openrl.tasks.doorbell import Waiter
-from openrl.tasks.errors import OperationFailed
+from openrl.tasks.errors import DiskRefusal, OperationFailed
 from openrl.tasks.futures import Futures
 from openrl.tasks.journal import Journal
 from openrl.tasks.messages import Sample
@@ -282,6 +282,24 @@ def test_a_result_that_the_store_can_not_take_keeps_no_other_from_being_answered
     serve()
     assert ended(store, good).state == "done"
     assert store.redis.get(keys.future("local", bad)) == b"not what a promise is kept in"
+
+
+def test_a_result_that_a_full_disk_has_no_room_for_waits_and_holds_up_no_other(store, serve, submit, monkeypatch):
+    bad, good, later = submit(), submit(), submit(max_tokens=9)
+    full, whole = threading.Event(), Journal._ended_sample
+    full.set()
+
+    def refused(self, lease, tenant, request_id, outcome):
+        if request_id == bad and full.is_set():
+            raise DiskRefusal("the service's disk is full")
+        return whole(self, lease, tenant, request_id, outcome)
+
+    monkeypatch.setattr(Journal, "_ended_sample", refused)
+    serve()
+    assert {ended(store, one).state for one in (good, later, submit())} == {"done"}
+    assert Futures(store).get("local", bad).state == "pending"
+    full.clear()
+    assert ended(store, bad).state == "done"
 
 
 def test_what_ends_in_one_step_is_committed_in_one_trip_even_to_a_store_that_forgot_the_scripts(

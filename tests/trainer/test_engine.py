@@ -356,6 +356,25 @@ def test_an_outcome_is_kept_and_committed_once_when_the_store_was_away(service, 
     assert trainer.resident(client).moments.step == 1
 
 
+def test_after_an_outage_the_outcomes_of_a_pass_wait_once_and_not_each(service, monkeypatch):
+    trainer, clients = service.trainer(token_budget=1000), [service.client(name) for name in "abc"]
+    trainer.spin()
+    sent, scripts = [], service.store.scripts
+
+    def away_once(calls):
+        sent.append(len(calls))
+        return [StoreUnavailable("the store does not answer")] * len(calls) if len(sent) == 1 else scripts(calls)
+
+    monkeypatch.setattr(service.store, "scripts", away_once)
+    waits = []
+    monkeypatch.setattr(trainer.engine._stopping, "wait", lambda seconds: waits.append(seconds))
+    for client in clients:
+        client.submit(forward_backward(seed=1))
+    trainer.engine.turn()
+    assert sent == [3, 1, 2] and len(waits) == 1
+    assert [client.states() for client in clients] == ["dd"] * 3
+
+
 def test_threads_and_bells_serve_and_stop_hands_the_runs_back(service):
     trainer, client = service.trainer(poll_s=30.0), service.client()
     trainer.engine.start()
