@@ -1,10 +1,12 @@
 -- Stand in line for an accelerator, and take it if it is free and this owner is next. Asked again, the same answer.
 -- ARGV: 1 base, 2 owner, 3 name of this very seat, 4 holder (JSON), 5 least quantum and 6 its multiple of a switch
--- returns the token as text, or '' while others are before
+-- returns the token as text, or '' while others are before, or once this seat was withdrawn
 local owner, seat = ARGV[2], ARGV[3]
 local turn = redis.call('HMGET', base, 'token', 'owner', 'seat')
 if turn[2] and turn[3] == seat then
   return turn[1]
+elseif redis.call('HGET', owner_key(owner), 'withdrawn') == seat then
+  return ''  -- it comes late: whoever sent it has left
 end
 redis.call('SADD', 'openrl:accelerators', string.sub(base, #'openrl:accelerator:' + 1))
 redis.call('HSET', base, 'floor', ARGV[5], 'multiple', ARGV[6])

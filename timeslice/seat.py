@@ -78,7 +78,8 @@ class Seat:
     ) -> None:
         self.accelerator = keys.check("accelerator", accelerator)
         self.owner = keys.check("owner", owner)
-        self._name = secrets.token_hex(8)
+        self._name = ""
+        """Of this wait for a turn and no other: what a broken connection delivers late finds nothing to do."""
         self._turns = turns
         self._parkable = parkable
         self._holder = holder or Holder.this_process()
@@ -205,7 +206,9 @@ class Seat:
         """Stand in line until the turn is granted; return its token."""
         until = float("inf") if patience_s is None else time.monotonic() + patience_s
         prove_at = time.monotonic() + PROVE_S
-        self._owed = lambda: self._turns.withdraw(self.accelerator, self.owner, self._name)
+        self._pay(until, patience_s)
+        name = self._name = secrets.token_hex(8)
+        self._owed = lambda: self._turns.withdraw(self.accelerator, self.owner, name)
         while True:
             self._changed.clear()
             holder = self._holder
@@ -224,6 +227,19 @@ class Seat:
             if time.monotonic() >= prove_at:
                 self._turns.sweep(self.accelerator)
                 prove_at = time.monotonic() + PROVE_S
+
+    def _pay(self, until: float, patience_s: float | None) -> None:
+        """Tell the store what it is owed before anything else is asked of it."""
+        self._settle()
+        while self._owed is not None:
+            left = until - time.monotonic()
+            if left <= 0 or self._closed.is_set():
+                raise NotGranted(
+                    f"{self.owner} has no turn on {self.accelerator}: the store did not answer within {patience_s} s"
+                )
+            self._changed.wait(min(ASK_S, left))
+            self._changed.clear()
+            self._settle()
 
     def _hand_on(self) -> None:
         """Park, then give the turn back; in this order, or not at all."""

@@ -16,7 +16,7 @@ from openrl.timeslice.holder import Holder
 from tests.timeslice.world import Fault, World, holder
 
 GPU = "gpu-0"
-FAULTS = ("lost", "unanswered", "doubled")
+FAULTS = ("lost", "unanswered", "doubled", "late")
 FLOOR_US = 100_000
 SWITCH_S = (0.01, 0.02)
 ASK_US = 1_000_000
@@ -59,8 +59,12 @@ class Floor:
 
     def want(self, actor: Actor, fault: str = "") -> None:
         """Ask, and come in where the turn is granted."""
-        if not actor.acts or actor.lies:
+        if actor.owes:
+            self.settle(actor)
+        if not actor.acts or actor.lies or actor.owes:
             return
+        if not actor.wants:
+            actor.seat = f"seat {next(self._numbers)}"
         actor.wants, actor.asked = True, self.world.now_us
         if actor.waits_since is None:
             actor.waits_since, actor.kept = self.world.now_us, {}
@@ -70,7 +74,6 @@ class Floor:
             token = self.world.ask(GPU, actor.owner, actor.seat, actor.holder)
         except Fault:
             return
-        actor.owes = None
         if token is not None:
             self._come_in(actor, token)
 
@@ -104,13 +107,19 @@ class Floor:
             self.settle(actor, fault)
 
     def settle(self, actor: Actor, fault: str = "") -> None:
-        """Tell the store that the state is parked."""
+        """Tell the store that the state is parked, or that the line was left."""
         if actor.owes is None or not actor.acts:
             return
         self.world.fault = fault
         actor.unsure |= bool(fault)
+        what, which = actor.owes
         try:
-            self.world.release(GPU, actor.owes[1], busy_s=0.001, park_s=SWITCH_S[0])
+            if what == "withdraw":
+                self.world.withdraw(GPU, actor.owner, which)
+                seat = self.world.redis.hget(f"openrl:accelerator:{GPU}", "seat")
+                assert seat != which.encode(), f"{actor.owner} has left and still holds"
+            else:
+                self.world.release(GPU, which, busy_s=0.001, park_s=SWITCH_S[0])
         except Fault:
             return
         except Refused:
@@ -122,14 +131,8 @@ class Floor:
         """Give up waiting."""
         if not actor.acts or not actor.wants or actor.owes:
             return
-        self.world.fault = fault
-        try:
-            self.world.withdraw(GPU, actor.owner, actor.seat)
-        except Fault:
-            return
-        actor.wants, actor.waits_since = False, None
-        seat = self.world.redis.hget(f"openrl:accelerator:{GPU}", "seat")
-        assert seat != actor.seat.encode(), f"{actor.owner} has left and still holds"
+        actor.wants, actor.waits_since, actor.owes = False, None, ("withdraw", actor.seat)
+        self.settle(actor, fault)
 
     def fail(self, actor: Actor) -> None:
         """Parking fails: the actor does nothing more, and keeps its turn."""
@@ -173,6 +176,7 @@ class Floor:
 
     def try_stale(self, actor: Actor) -> None:
         """A token whose turn has ended changes nothing."""
+        self.world.deliver(len(self.world.late))
         present = self.world.redis.hmget(f"openrl:accelerator:{GPU}", ["token", "released", "owner"])
         if actor.token is None or (present[2] and int(present[0]) == actor.token):
             return

@@ -102,6 +102,15 @@ def test_a_grant_that_was_never_heard_of_is_given_up_by_withdrawing(world: World
     assert ask(world, "b") is not None
 
 
+def test_a_call_that_arrives_after_its_seat_has_left_is_granted_nothing(world: World):
+    token = ask(world, "a")
+    assert ask(world, "b") is None
+    world.withdraw(GPU, "b", "seat of b")
+    world.release(GPU, token)
+    assert ask(world, "b") is None, "it was sent before"
+    assert ask(world, "c") is not None
+
+
 def test_a_holder_with_work_goes_on_until_eight_switches_have_passed_and_then_hands_on(world: World):
     token = ask(world, "a")
     world.note(GPU, token, park=0.3, restore=0.2)
