@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from openrl.tasks import keys, quotas
 from openrl.tasks.boundaries import reach
@@ -28,7 +28,7 @@ from openrl.tasks.errors import (
     shown,
 )
 from openrl.tasks.messages import MESSAGES, CreateModel, ForwardBackward, Message, Sample
-from openrl.tasks.operations import MISSING, REFUSED, Operation, Outcome, Promise, SampleJob, Slice
+from openrl.tasks.operations import MISSING, REFUSED, Committal, Operation, Outcome, Promise, SampleJob, Slice, Taking
 from openrl.tasks.ownership import Lease
 from openrl.tasks.records import Row, Run, checkpoint_row, sampler_row
 from openrl.tasks.samples import MAX_ERROR_CHARS, STOWED, Samples, digest, digest_with_sampler, encoded, with_seed
@@ -54,30 +54,7 @@ SILENT_GAP_FACTOR = 10.0
 """A gap of a silent or finished session is closed after this many times the usual time."""
 _CLOSE_AT_ONCE = 2000
 _HISTORY_AT_ONCE = 128
-_BROUGHT_BYTES = 1 << 16
-"""Bodies that `take` brings along: those of a quiet hour. With a backlog most would be brought in vain."""
 _RUN_FIELDS = frozenset(Run.__dataclass_fields__) - {"tenant", "run_id", "session_id", "slug", "created", "applied"}
-
-
-class Committal(NamedTuple):
-    """An operation, how it ended, and the token under which its run was computed."""
-
-    operation: Operation
-    outcome: Outcome
-    token: int
-
-
-class Taking(NamedTuple):
-    """What `take` is asked for."""
-
-    slug: str
-    max_runs: int
-    max_ops_per_run: int
-    max_claims: int
-
-    def args(self, lease: Lease, *, in_hand: bool = False) -> tuple[str | int, ...]:
-        """Return the arguments of the script. `in_hand`: what was taken before may not be committed yet."""
-        return self.slug, lease.worker_id, lease.generation, *self[1:], _BROUGHT_BYTES, int(in_hand)
 
 
 class Journal(Samples, Unloading):

