@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from openrl.tasks.messages import OptimStep, SaveWeights
-from openrl.workers.trainer.arena import ALIGNMENT, Arena
 from openrl.workers.trainer.device import Device
+from openrl.workers.trainer.residency import ALIGNMENT, Residency
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.settings import TrainerSettings
 from tests.trainer.bench import Bench, forward_backward
@@ -17,16 +17,16 @@ from tests.trainer.test_device import bits, result
 RANKS = (1, 2, 3, 5, 8, 13, 32, 64)
 
 
-def housed(loaded, data_dir: Path, arena: Arena) -> Bench:
+def housed(loaded, data_dir: Path, residency: Residency) -> Bench:
     bench = Bench(loaded, data_dir)
-    bench.device = Device(loaded, bench.checkpoints, token_budget=96, arena=arena)
+    bench.device = Device(loaded, bench.checkpoints, token_budget=96, residency=residency)
     return bench
 
 
 @pytest.fixture
 def small(loaded, tmp_path: Path) -> Bench:
     """A device with room for two runs."""
-    return housed(loaded, tmp_path, Arena(loaded.device, most_runs=2))
+    return housed(loaded, tmp_path, Residency(loaded.device, most_runs=2))
 
 
 def trained(bench: Bench, num: int, *, together: int) -> list[Run]:
@@ -43,9 +43,9 @@ def trained(bench: Bench, num: int, *, together: int) -> list[Run]:
 
 
 def test_a_hundred_runs_with_eight_on_the_device_end_with_the_bits_of_those_that_never_moved(loaded, tmp_path):
-    arena = Arena(loaded.device, most_runs=8)
-    moved = trained(housed(loaded, tmp_path, arena), 100, together=8)
-    assert len(arena) == 8 and arena.parked == 92 and arena.moves > 400
+    residency = Residency(loaded.device, most_runs=8)
+    moved = trained(housed(loaded, tmp_path, residency), 100, together=8)
+    assert len(residency) == 8 and residency.parked == 92 and residency.moves > 400
     stayed = trained(Bench(loaded, tmp_path), 100, together=8)
     assert any(run.gradient for run in moved) and any(run.moments.step for run in moved)
     for run, other in zip(moved, stayed, strict=True):
@@ -54,8 +54,8 @@ def test_a_hundred_runs_with_eight_on_the_device_end_with_the_bits_of_those_that
 
 def test_the_least_recently_used_run_gives_way_and_what_it_had_on_the_device_is_free(small):
     first, second, third = (small.run(n, seed=n) for n in range(3))
-    arena = small.device.arena
-    assert [run in arena for run in (first, second, third)] == [False, True, True]
+    residency = small.device.residency
+    assert [run in residency for run in (first, second, third)] == [False, True, True]
     small.one(second, forward_backward())
     small.one(second, OptimStep())
     small.one(second, forward_backward())
@@ -63,7 +63,7 @@ def test_the_least_recently_used_run_gives_way_and_what_it_had_on_the_device_is_
     before = bits(second)
     small.one(third, forward_backward())
     small.one(first, forward_backward())
-    assert [run in arena for run in (first, second, third)] == [True, False, True]
+    assert [run in residency for run in (first, second, third)] == [True, False, True]
     assert len(held) == 4 * len(second.weights().parameters()) and not any(ref() for ref in held)
     assert bits(second) == before and second.gradient is not None
 
@@ -71,7 +71,7 @@ def test_the_least_recently_used_run_gives_way_and_what_it_had_on_the_device_is_
 def test_a_run_that_came_back_lies_as_torch_would_have_laid_it(small):
     runs = [small.run(n, seed=n, rank=3) for n in range(3)]
     small.one(runs[0], forward_backward())
-    assert runs[0] in small.device.arena
+    assert runs[0] in small.device.residency
     for group in runs[0].tensors():
         assert all(tensor.data_ptr() % 64 == 0 for tensor in group)
         assert all(tensor.storage_offset() % ALIGNMENT == 0 for tensor in group)
@@ -82,30 +82,30 @@ def test_a_parked_run_is_saved_and_voided_where_it_lies(small):
     parked = small.run(0, seed=0)
     small.one(parked, forward_backward())
     small.run(1), small.run(2)
-    arena = small.device.arena
-    moves = arena.moves
+    residency = small.device.residency
+    moves = residency.moves
     assert small.one(parked, SaveWeights(name="here")).error is None
     parked.make_void(7, "lost")
-    assert parked not in arena and arena.moves == moves
+    assert parked not in residency and residency.moves == moves
     step = small.one(parked, OptimStep())
-    assert "operation 7" in step.error and parked in arena
+    assert "operation 7" in step.error and parked in residency
 
 
 def test_a_run_that_is_dropped_leaves_its_place_to_others(small):
     runs = [small.run(n, seed=n) for n in range(3)]
-    arena = small.device.arena
-    assert (len(arena), arena.parked) == (2, 1)
+    residency = small.device.residency
+    assert (len(residency), residency.parked) == (2, 1)
     runs.clear()
-    assert (len(arena), arena.parked) == (0, 0)
+    assert (len(residency), residency.parked) == (0, 0)
 
 
 def test_a_bound_in_bytes_counts_a_run_with_its_moments_and_gradient(loaded, tmp_path):
     one = sum(tensor.nbytes for tensor in Bench(loaded, tmp_path).run(0).weights().parameters())
-    arena = Arena(loaded.device, most_bytes=4 * 3 * one)
-    bench = housed(loaded, tmp_path, arena)
+    residency = Residency(loaded.device, most_bytes=4 * 3 * one)
+    bench = housed(loaded, tmp_path, residency)
     trained(bench, 1, together=1)
     kept = [bench.run(10 + n, seed=n) for n in range(4)]
-    assert (len(arena), arena.parked) == (3, 1) and kept[0] not in arena
+    assert (len(residency), residency.parked) == (3, 1) and kept[0] not in residency
 
 
 def test_through_the_journal_more_runs_than_places_answer_as_those_with_places_for_all(service: Service):
@@ -118,7 +118,7 @@ def test_through_the_journal_more_runs_than_places_answer_as_those_with_places_f
                 client.submit(forward_backward(lengths=[5], seed=turn))
                 last.append((client, client.submit(OptimStep(learning_rate=0.01))))
             trainer.spin()
-        assert trainer.device.arena.parked == (3 if settings else 0)
+        assert trainer.device.residency.parked == (3 if settings else 0)
         assert len({client.states() for client in clients}) == 1
         trainer.die()
         return [client.answer(seq)["metrics"] for client, seq in last]

@@ -121,19 +121,26 @@ def num_tokens(data: Sequence[Datum]) -> int:
     return sum(len(datum.tokens) for datum in data)
 
 
-def micro_batches(loads: Sequence[Load], *, token_budget: int, device: torch.device) -> Iterator[MicroBatch]:
-    """Pack the loads into micro-batches of at most `token_budget` tokens, or of one longer sequence.
+def micro_batches(
+    loads: Sequence[Load], *, token_budget: int, device: torch.device, side_by_side: int = 1
+) -> Iterator[MicroBatch]:
+    """Pack the loads into micro-batches, of which `side_by_side` have at most `token_budget` tokens together.
 
-    A load's own cut depends on nothing but itself when it is alone in the list.
+    They are about equally large, and as many as make whole rounds of `side_by_side`; one longer sequence is one by
+    itself. A load's own cut depends on nothing but itself when it is alone in the list.
     """
+    most = max(1, token_budget // side_by_side)
+    total = sum(num_tokens(load.data) for load in loads)
+    share = total / (side_by_side * -(-total // (most * side_by_side))) if side_by_side > 1 else total
     batch: list[_Item] = []
-    room = token_budget
+    filled = taken = 0
+    due = share
     for item in _in_order(loads):
-        if batch and item.length > room:
+        if batch and (filled + item.length > most or taken + item.length / 2 > due):
             yield _pack(batch, device)
-            batch, room = [], token_budget
+            batch, filled, due = [], 0, due + share
         batch.append(item)
-        room -= item.length
+        filled, taken = filled + item.length, taken + item.length
     if batch:
         yield _pack(batch, device)
 

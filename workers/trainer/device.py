@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from functools import partial
+from itertools import groupby, islice
 from typing import cast
 
 import numpy as np
@@ -41,11 +42,12 @@ from openrl.workers.model.logprobs import head_shares, target_logprobs
 from openrl.workers.model.lora import Adapter, Segment, routing
 from openrl.workers.model.recomputing import Recomputing
 from openrl.workers.model.threads import Threads
-from openrl.workers.trainer.arena import Arena
-from openrl.workers.trainer.batch import Load, MicroBatch, Packing, Piece, micro_batches
+from openrl.workers.trainer.batch import Load, MicroBatch, Packing, Piece, micro_batches, num_tokens
 from openrl.workers.trainer.checkpoints import Checkpoints
+from openrl.workers.trainer.lanes import Lanes
 from openrl.workers.trainer.losses import compute, merge
 from openrl.workers.trainer.optimizer import is_finite
+from openrl.workers.trainer.residency import Residency
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.work import Work, failed
 
@@ -69,22 +71,26 @@ class Device:
         checkpoints: Checkpoints,
         *,
         token_budget: int,
-        arena: Arena | None = None,
+        residency: Residency | None = None,
         recomputing: Recomputing | None = None,
+        lanes: Lanes | None = None,
         tells_entropy: bool = False,
     ) -> None:
-        """Compute passes in micro-batches of `token_budget`; no `arena`: every run lies on the device.
+        """Compute passes in micro-batches of `token_budget`; no `residency`: every run lies on the device.
+
+        No `lanes`: as many as torch has threads.
 
         No `recomputing`: whether layers are computed again in backward is decided by the memory there is.
         `tells_entropy`: the metrics of a forward have the entropy of what its tokens are predicted from.
         """
         self._tells_entropy = tells_entropy
         self._loaded = loaded
-        self.arena = Arena(loaded.device) if arena is None else arena
+        self.residency = Residency(loaded.device) if residency is None else residency
         self._recomputing = recomputing or Recomputing(loaded)
         self._checkpoints = checkpoints
         self._token_budget = token_budget
         self._threads = Threads()
+        self._lanes = lanes or Lanes(loaded.device)
         self._flops_per_token = loaded.flops_per_token
 
     def execute(self, works: Sequence[Work]) -> list[Outcome]:
@@ -96,7 +102,7 @@ class Device:
         outcomes: list[Outcome] = []
         for is_packed, group in groupby(works, key=lambda work: work.packed):
             neighbours = list(group)
-            outcomes += self._forwards(neighbours) if is_packed else map(self._single, neighbours)
+            outcomes += self._forwards(neighbours) if is_packed else self._others(neighbours)
         return outcomes
 
     def discard(self, outcome: Outcome) -> None:
@@ -105,9 +111,30 @@ class Device:
 
     # one at a time
 
-    def _single(self, work: Work) -> Outcome:
+    def _others(self, works: list[Work]) -> list[Outcome]:
+        """Carry out what isn't a forward: neighbouring steps of different runs side by side, all else in turn."""
+        outcomes: list[Outcome] = []
+        for steps, group in groupby(works, key=lambda work: isinstance(work.message, OptimStep)):
+            neighbours = list(group)
+            runs = {work.run for work in neighbours}
+            if steps and 1 < len(runs) == len(neighbours) and self._admits(runs):
+                outcomes += self._lanes.map(partial(self._single, beside_others=True), neighbours)
+            else:
+                outcomes += map(self._single, neighbours)
+        return outcomes
+
+    def _admits(self, runs: Collection[Run]) -> bool:
+        """Bring these runs onto the device; where that fails, each will be told by itself."""
         try:
-            return self._dispatch(work)
+            self.residency.admit(runs)
+        except Exception as error:
+            log.warning("the runs of %d steps can't be on the device together: %s", len(runs), error)
+            return False
+        return True
+
+    def _single(self, work: Work, *, beside_others: bool = False) -> Outcome:
+        try:
+            return self._dispatch(work, beside_others)
         except StoreUnavailable:
             raise
         except Exception as error:
@@ -119,17 +146,19 @@ class Device:
             return Outcome(error=outcome.error, category=outcome.category, run_fields={"state": "failed"})
         return outcome
 
-    def _dispatch(self, work: Work) -> Outcome:
+    def _dispatch(self, work: Work, beside_others: bool) -> Outcome:
+        """`beside_others`: runs are on the device, and the threads are shared out."""
         run, message = work.run, work.message
-        if isinstance(message, COMPUTED):
-            self.arena.admit([run])
+        if isinstance(message, COMPUTED) and not beside_others:
+            self.residency.admit([run])
         if isinstance(message, CreateModel):
             outcome = self._checkpoints.create(run, message)
-            self.arena.admit([run])  # now that it has a size
+            self.residency.admit([run])  # now that it has a size
             return outcome
         run.weights()
         if isinstance(message, OptimStep):
-            self._threads.fit(STEP_FLOPS * sum(tensor.numel() for tensor in run.weights().parameters()))
+            if not beside_others:
+                self._threads.fit(STEP_FLOPS * sum(tensor.numel() for tensor in run.weights().parameters()))
             return Outcome(result=json.dumps({"type": "optim_step", "metrics": run.step(message)}).encode())
         if isinstance(message, SaveWeights):
             return self._checkpoints.save(run, message, work.seq_id)
@@ -146,7 +175,7 @@ class Device:
     def _forwards(self, works: list[Work]) -> list[Outcome]:
         """Run forwards in one pass. One that breaks it is found by running each of them alone."""
         try:
-            self.arena.admit(work.run for work in works)
+            self.residency.admit(work.run for work in works)
             shares = [_Share(work) for work in works]
             gradients = self._compute([share for share in shares if not share.error])
         except Exception as error:
@@ -166,30 +195,41 @@ class Device:
         for trains in (False, True):
             chosen = [share for share in shares if share.trains is trains]
             loads = [Load(owner=share.run, data=share.message.data) for share in chosen]
-            for batch in micro_batches(loads, token_budget=self._token_budget, device=self._loaded.device):
-                self._threads.fit((1 + trains) * self._flops_per_token * sum(batch.lengths))
-                with torch.set_grad_enabled(trains), self._recomputing.for_tokens(sum(batch.lengths) if trains else 0):
-                    losses = self._losses(batch, chosen)
-                if trains and losses:
-                    _backward(losses, gradients)
-                packing.add(batch)
+            lanes = self._lanes.number(sum(num_tokens(load.data) for load in loads), self._flops_per_token)
+            batches = micro_batches(
+                loads, token_budget=self._token_budget, device=self._loaded.device, side_by_side=lanes
+            )
+            while together := list(islice(batches, lanes)):
+                for batch, (parts, mine) in zip(together, self._side_by_side(together, chosen, trains), strict=True):
+                    for piece, part in zip(batch.pieces, parts, strict=True):
+                        chosen[piece.load].take(piece, part)
+                    _add(gradients, mine)
+                    packing.add(batch)
         log.info("packed: %s", packing)
         return gradients
 
-    def _losses(self, batch: MicroBatch, shares: list[_Share]) -> list[tuple[Run, Tensor]]:
-        """Run one micro-batch; return the finite losses with their runs."""
-        losses = []
-        for piece, logprobs, entropies in zip(batch.pieces, *self._logprobs(batch, shares), strict=True):
-            share = shares[piece.load]
-            total = share.add(piece, logprobs, entropies)
-            if total is not None:
-                losses.append((share.run, total))
-        return losses
+    def _side_by_side(
+        self, batches: list[MicroBatch], shares: list[_Share], trains: bool
+    ) -> list[tuple[list[_Part], Gradients]]:
+        """Compute micro-batches, each in a lane of its own; what a pass comes to is put together in their order."""
+        tokens = sum(sum(batch.lengths) for batch in batches)
+        self._threads.fit((1 + trains) * self._flops_per_token * tokens)
+
+        def one(batch: MicroBatch) -> tuple[list[_Part], Gradients]:
+            with torch.set_grad_enabled(trains), self._recomputing.for_tokens(tokens if trains else 0):
+                results = zip(batch.pieces, *self._logprobs(batch, shares), strict=True)
+                parts = [shares[piece.load].part(piece, logprobs, told) for piece, logprobs, told in results]
+            if not trains:
+                return parts, {}
+            runs = [shares[piece.load].run for piece in batch.pieces]
+            return parts, _gradients(list(zip(runs, parts, strict=True)))
+
+        return self._lanes.map(one, batches)
 
     def _logprobs(self, batch: MicroBatch, shares: list[_Share]) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the log-probability of every target, piece by piece, and if they are told the entropies."""
         loaded = self._loaded
-        adapters = {piece.load: shares[piece.load].run.weights() for piece in batch.pieces}
+        adapters = {piece.load: shares[piece.load].run.adapter for piece in batch.pieces}
         with packed(batch.lengths), routing(_segments(batch.pieces, adapters)):
             hidden_TD = hidden_states(loaded, batch.tokens, positions(batch.lengths, loaded.device))
         # Neighbours with one number of targets a position are one product.
@@ -230,6 +270,17 @@ class Device:
         return suspects
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What one piece of a micro-batch came to: an error, or all the rest."""
+
+    error: str = ""
+    category: str = "user"
+    loss: Tensor | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    logprobs: np.ndarray | None = None
+
+
 @dataclass(slots=True, eq=False)
 class _Share:
     """What one forward of a pass has come to so far."""
@@ -260,30 +311,35 @@ class _Share:
     def trains(self) -> bool:
         return self.work.kind == ForwardBackward.kind
 
-    def add(self, piece: Piece, logprobs: Tensor, entropies: Tensor | None = None) -> Tensor | None:
-        """Take in the results of one piece; return its loss, None if this operation has failed."""
-        if self.error:
-            return None
+    def part(self, piece: Piece, logprobs: Tensor, entropies: Tensor | None = None) -> _Part:
+        """Return what one piece comes to; changes nothing, as others compute beside it."""
         message = self.message
         try:
             loss = compute(message.loss_fn, logprobs, piece.inputs, message.loss_fn_config, piece.lengths)
         except Exception as error:  # its own: the others' pass goes on
             outcome = failed(self.work, error)
-            self.error, self.category = outcome.error or "", outcome.category or "server"
-            return None
+            return _Part(error=outcome.error or "", category=outcome.category or "server")
         values = logprobs.detach()
-        self.error = _not_finite("log-probability", values, piece, values) or _not_finite(
+        bad = _not_finite("log-probability", values, piece, values) or _not_finite(
             "loss", loss.per_token.detach(), piece, values
         )
-        if self.error:
-            return None
-        merge(self.metrics, loss.numbers())
+        if bad:
+            return _Part(error=bad)
+        metrics = loss.numbers()
         if entropies is not None:
-            merge(self.metrics, {"entropy:sum": float(entropies[piece.counts].sum(dtype=torch.float64))})
-        array = values.cpu().numpy()
+            metrics["entropy:sum"] = float(entropies[piece.counts].sum(dtype=torch.float64))
+        return _Part(loss=loss.total, metrics=metrics, logprobs=values.cpu().numpy())
+
+    def take(self, piece: Piece, part: _Part) -> None:
+        """Take in what a piece came to; after an error nothing more."""
+        if self.error:
+            return
+        self.error, self.category = part.error, part.category
+        if part.logprobs is None:
+            return
+        merge(self.metrics, part.metrics)
         for span in piece.spans:
-            self.logprobs[span.datum] = array[span.start - piece.start : span.stop - piece.start]
-        return loss.total
+            self.logprobs[span.datum] = part.logprobs[span.start - piece.start : span.stop - piece.start]
 
     def outcome(self) -> Outcome:
         if self.error:
@@ -292,21 +348,31 @@ class _Share:
         return Outcome(result=codec.encode_forward_backward_output(arrays, self.metrics), content_type=PROTOBUF)
 
 
-def _segments(pieces: Sequence[Piece], adapters: Mapping[int, Adapter]) -> list[Segment]:
-    """Whose tokens are whose, counted from the first of these pieces."""
+def _segments(pieces: Sequence[Piece], adapters: Mapping[int, Adapter | None]) -> list[Segment]:
+    """Whose tokens are whose, counted from the first of these pieces. A full run has no adapter."""
     first = pieces[0].start
     return [Segment(piece.start - first, piece.stop - first, adapters[piece.load]) for piece in pieces]
 
 
-def _backward(losses: list[tuple[Run, Tensor]], gradients: Gradients) -> None:
-    """Add the gradients of one micro-batch; no tensor of a run gets a `.grad`."""
+def _gradients(parts: list[tuple[Run, _Part]]) -> Gradients:
+    """Return the gradients of one micro-batch's finite losses; no tensor of a run gets a `.grad`."""
+    losses = [(run, part.loss) for run, part in parts if part.loss is not None]
+    if not losses:
+        return {}
     runs = list(dict.fromkeys(run for run, _ in losses))
-    parameters = [run.weights().parameters() for run in runs]
-    flat = [tensor for tensors in parameters for tensor in tensors]
+    leaves = [run.leaves() for run in runs]
+    flat = [tensor for tensors in leaves for tensor in tensors]
     total = torch.stack([loss for _, loss in losses]).sum()
     grads = iter(torch.autograd.grad(total, flat, allow_unused=True))
-    for run, tensors in zip(runs, parameters, strict=True):
-        mine = [torch.zeros_like(t) if (grad := next(grads)) is None else grad for t in tensors]
+    gradients: Gradients = {}
+    for run, tensors in zip(runs, leaves, strict=True):
+        gradients[run] = run.gradients([next(grads) for _ in tensors])
+    return gradients
+
+
+def _add(gradients: Gradients, more: Gradients) -> None:
+    """Add the gradients of one more micro-batch."""
+    for run, mine in more.items():
         if run in gradients:
             torch._foreach_add_(gradients[run], mine)
         else:

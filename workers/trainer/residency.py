@@ -35,7 +35,7 @@ STATE = 4
 """A run in training takes this many times its parameters: two moments and a gradient beside them."""
 
 
-class Arena:
+class Residency:
     """The runs of one base model on one device. A run that nobody else holds any more leaves by itself."""
 
     def __init__(self, device: torch.device, *, most_runs: int = 0, most_bytes: int = 0) -> None:
@@ -64,6 +64,12 @@ class Arena:
 
     def __len__(self) -> int:
         return len(self._here)
+
+    def tensors(self, runs: Iterable[Run]) -> list[Tensor]:
+        """Return those of the runs' tensors that lie on the device; moments may be kept off it."""
+        here = [run for run in runs if run not in self._parked]
+        tensors = (tensor for run in here for group in run.tensors() for tensor in group)
+        return [tensor for tensor in tensors if tensor.device.type == self._device.type]
 
     @property
     def parked(self) -> int:
