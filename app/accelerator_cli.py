@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from openrl.app.opened import data_dir_option, json_option, opened
+from openrl.tasks import audit
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.store import translated
 from openrl.timeslice.errors import Refused
@@ -52,12 +53,16 @@ def end(accelerator: str, token: int, data_dir: Path | None) -> None:
     First see that no process of the holder has anything on the accelerator any more (nvidia-smi): nothing checks it.
     """
     with opened("accelerators", data_dir) as store, translated():
+        turns = Turns(store.redis)
+        present = standing(turns, accelerator).present
         try:
-            Turns(store.redis).end(accelerator, token)
+            turns.end(accelerator, token)
         except Refused:
             raise InvalidRequest(
                 f"turn {token} doesn't run on {accelerator}; `openrl accelerators` has those"
             ) from None
+        owner = present.owner if present else ""
+        audit.record_for_service(store, "accelerator_turn_ended", accelerator=accelerator, token=token, owner=owner)
     click.echo(f"turn {token} on {accelerator} has ended", err=True)
 
 

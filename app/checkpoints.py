@@ -8,7 +8,7 @@ from typing import Any
 
 import marshmallow
 from flask.views import MethodView
-from marshmallow import ValidationError, fields, post_load, pre_load, validate, validates_schema
+from marshmallow import ValidationError, fields, missing, post_load, pre_load, validate, validates_schema
 
 from openrl.app import checks, wire
 from openrl.app.auth import caller
@@ -165,12 +165,16 @@ class CheckpointPageSchema(PageSchema):
 # What is answered --------------------------------------------------------------------------------
 
 
+LORA_RANK = fields.Function(lambda thing: thing.rank if thing.is_lora else missing, metadata={"type": "integer"})
+"""Absent where all weights are trained."""
+
+
 class WeightsInfoSchema(marshmallow.Schema):
     """What a checkpoint can be loaded into."""
 
     base_model = fields.String()
-    is_lora = fields.Constant(True)
-    lora_rank = fields.Integer(attribute="rank")
+    is_lora = fields.Boolean()
+    lora_rank = LORA_RANK
     train_attn = fields.Boolean()
     train_mlp = fields.Boolean()
     train_unembed = fields.Boolean()

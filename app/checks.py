@@ -17,6 +17,7 @@ from openrl.tasks.errors import InvalidRequest, shown
 from openrl.tasks.keys import NAME_RULE, is_name
 from openrl.tasks.losses import INSTEAD, LOSSES, SEQUENCE_MASK, InputSpec, LossSpec
 from openrl.tasks.messages import CreateModel, OptimStep, Sample
+from openrl.tasks.records import FULL, BaseModel
 from openrl.tasks.wire.codec import Datum, LossCall
 
 MAX_RANK = 512
@@ -178,11 +179,28 @@ def _refuse_where(
 
 def check_create(message: CreateModel, model: Limits, max_rank: int = MAX_RANK) -> None:  # noqa: ARG001
     """Check a new run's rank, seed, targets and metadata; no limit of today's models bears on them."""
-    _check_whole("lora_config.rank", message.rank, 1, max_rank)
+    if message.fine_tuning != FULL:
+        _check_whole("lora_config.rank", message.rank, 1, max_rank)
     _check_seed("lora_config.seed", message.seed)
     if not (message.train_attn or message.train_mlp or message.train_unembed):
         raise InvalidRequest("lora_config trains nothing: set train_attn, train_mlp or train_unembed to true")
     check_metadata(message.user_metadata)
+
+
+def check_sampler(message: CreateModel, model: BaseModel) -> None:
+    """Refuse a run whose adapters the samplers of its base can't draw from; full runs have samplers of their own."""
+    if message.fine_tuning == FULL:
+        return
+    if 0 < model.sampler_rank < message.rank:
+        raise InvalidRequest(
+            f"lora_config.rank is {message.rank}; the samplers of {model.name} serve ranks up to {model.sampler_rank} "
+            "(OPENRL_SAMPLER_MAX_LORA_RANK)"
+        )
+    if message.train_unembed and not model.sampler_head:
+        raise InvalidRequest(
+            f"lora_config.train_unembed is true; the samplers of {model.name} serve no adapters on the unembedding of "
+            f"a vocabulary of {model.vocab_size} tokens: set it to false, or start the service with --sampler torch"
+        )
 
 
 def check_optim_step(message: OptimStep) -> None:

@@ -27,7 +27,7 @@ from openrl.app.schemas import Sent, Text, Whole
 from openrl.app.sessions import IDEMPOTENCY_HEADER
 from openrl.tasks import audit, keys
 from openrl.tasks.checkpoints import COPIED, Copy, asked_digest
-from openrl.tasks.errors import NotFound, StoreFault, StoreUnavailable, shown
+from openrl.tasks.errors import InvalidRequest, NotFound, StoreFault, StoreUnavailable, shown
 from openrl.tasks.registry import Checkpoint, Run, Session
 from openrl.workers.weights import layout
 
@@ -81,6 +81,11 @@ def _copy(asked: Mapping[str, Any], idempotency_key: str) -> Copy:
         return earlier
     token = token_of(asked["weights_access_token"])
     owner, source = readable(asked["source_path"], token)
+    if source.weights_digest:
+        raise InvalidRequest(
+            f"source_path {shown(source.uri)} is a version of a full run, which is read with those before it: "
+            "copy a training checkpoint of the run"
+        )
     run = _holder(registry().run(owner, source.run_id), source, session_id, run_id)
     made = _made(source, run, asked["ttl_seconds"])
     try:
@@ -122,6 +127,7 @@ def _holder(origin: Run, source: Checkpoint, session_id: str, run_id: str) -> Ru
         user_metadata=dict(origin.user_metadata),
         state=COPIED,
         base_digest=source.base_digest,
+        fine_tuning=source.fine_tuning,
     )
 
 

@@ -1,4 +1,4 @@
-"""Where a run's weights come from: a fresh adapter, or a training checkpoint."""
+"""Where a run's weights come from: the base model's with or without an adapter, or a training checkpoint."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flask.views import MethodView
-from marshmallow import ValidationError, fields, post_load, validates_schema
+from marshmallow import ValidationError, fields, validates_schema
 
-from openrl.app import checks, wire
+from openrl.app import checks, fine_tuning, wire
 from openrl.app.access import FIELD, readable
-from openrl.app.context import base_model, check_base, services, tenant
+from openrl.app.context import base_model, check_base, registry, services, tenant
 from openrl.app.schemas import Flag, Metadata, PromiseSchema, Sent, Text, Whole, tag
 from openrl.app.submission import consumes_its_key, enqueue, own_run
-from openrl.tasks.errors import InvalidRequest, shown
+from openrl.tasks import keys
+from openrl.tasks.errors import InvalidRequest, NotFound, shown
 from openrl.tasks.journal import Promise
 from openrl.tasks.messages import CreateModel, LoadWeights
+from openrl.tasks.records import FULL
 from openrl.tasks.registry import Checkpoint, Run
 
 blp = wire.Blueprint("creation", __name__, description="Runs: create, load.")
@@ -59,20 +61,6 @@ class CreateModelSchema(Sent):
     user_metadata = Metadata(load_default=dict)
     type = tag("create_model")
 
-    @validates_schema
-    def lora_only(self, data: Mapping[str, Any], **_options: Any) -> None:
-        """Refuse full fine-tuning, which is what an absent lora_config asks for."""
-        if "lora_config" not in data:
-            raise ValidationError(
-                "is absent, which asks for full fine-tuning; that isn't served yet: give a rank", "lora_config"
-            )
-
-    @post_load
-    def build(self, data: dict[str, Any], **_options: Any) -> Creation:
-        """Build the message."""
-        message = CreateModel(base_model=data["base_model"], user_metadata=data["user_metadata"], **data["lora_config"])
-        return Creation(session_id=data["session_id"], model_seq_id=data["model_seq_id"], message=message)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Creation:
@@ -111,9 +99,9 @@ class LoadWeightsSchema(Sent):
 class CreateModelView(MethodView):
     @blp.response(200, PromiseSchema)
     @blp.arguments(CreateModelSchema, location="wire")
-    def post(self, creation: Creation) -> Promise:
-        """Promise a new run; its id is `<session>:train:<model_seq_id>`."""
-        return create(creation)
+    def post(self, asked: dict[str, Any]) -> Promise:
+        """Promise a new run, `<session>:train:<model_seq_id>`; without a `lora_config` it trains all weights."""
+        return _create_fresh(asked)
 
 
 @blp.route("/load_weights")
@@ -131,6 +119,7 @@ def create(creation: Creation) -> Promise:
     model = base_model(creation.message.base_model)
     message = replace(creation.message, base_model=model.name)
     checks.check_create(message, model, services().settings.max_lora_rank)
+    checks.check_sampler(message, model)
     promise = services().journal.create(
         tenant(),
         creation.session_id,
@@ -139,8 +128,34 @@ def create(creation: Creation) -> Promise:
         slug=model.slug,
         base_digest=model.digest,
     )
-    services().ring(message.kind, model.slug, tenant(), promise.request_id)
+    slug = model.slug
+    if message.fine_tuning == FULL:
+        slug = keys.pool_slug(slug, tenant(), keys.run_id(creation.session_id, creation.model_seq_id))
+    services().ring(message.kind, slug, tenant(), promise.request_id)
     return promise
+
+
+def _create_fresh(asked: Mapping[str, Any]) -> Promise:
+    lora_config, metadata = asked.get("lora_config"), asked["user_metadata"]
+    kind = fine_tuning.of_new_run(_wanted(asked), lora_config)
+    if kind == FULL:
+        seed = (lora_config or {}).get("seed")
+        message = CreateModel(
+            base_model=asked["base_model"], rank=0, seed=seed, user_metadata=metadata, fine_tuning=FULL
+        )
+    else:
+        assert lora_config is not None
+        message = CreateModel(base_model=asked["base_model"], user_metadata=metadata, **lora_config)
+    return create(Creation(session_id=asked["session_id"], model_seq_id=asked["model_seq_id"], message=message))
+
+
+def _wanted(asked: Mapping[str, Any]) -> str:
+    """Return the fine-tuning that a new run's metadata or its session asks for, "" for none."""
+    try:
+        session = registry().session(tenant(), asked["session_id"])
+    except NotFound:  # the journal refuses it, in the same words for every new run
+        return fine_tuning.check_metadata(asked["user_metadata"])
+    return fine_tuning.wanted(asked["user_metadata"], fine_tuning.of_session(session.tags, session.user_metadata))
 
 
 def _load_onto(asked: Mapping[str, Any]) -> Promise:
@@ -162,8 +177,10 @@ def _create_from(asked: Mapping[str, Any]) -> Promise:
         raise InvalidRequest(
             f"base_model is {shown(asked['base_model'])}; the checkpoint was trained on {checkpoint.base_model!r}"
         )
+    fine_tuning.require_type(checkpoint.fine_tuning, _wanted(asked))
     message = CreateModel(
         base_model=checkpoint.base_model,
+        fine_tuning="" if checkpoint.is_lora else FULL,
         rank=checkpoint.rank,
         seed=None,
         train_attn=checkpoint.train_attn,
@@ -192,6 +209,11 @@ def _training_checkpoint(asked: Mapping[str, Any]) -> Checkpoint:
 def _require_same_shape(run: Run, checkpoint: Checkpoint, *, is_first: bool) -> None:
     """Refuse what a run can't take. Its first operation may change which modules it trains: so the oldest SDKs create
     a run from a checkpoint."""
+    if run.fine_tuning != checkpoint.fine_tuning:
+        raise InvalidRequest(
+            f"path: the checkpoint is of {checkpoint.fine_tuning} fine-tuning, the run of {run.fine_tuning}; "
+            "start a new run from it instead"
+        )
     modules = () if is_first else ("train_attn", "train_mlp", "train_unembed")
     for name in ("base_model", "rank", *modules):
         mine, its = getattr(run, name), getattr(checkpoint, name)

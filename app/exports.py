@@ -25,14 +25,14 @@ from openrl.app.context import registry, services, tenant
 from openrl.app.links import LinkSchema, check, link
 from openrl.app.schemas import BINARY, ErrorSchema
 from openrl.tasks import audit
-from openrl.tasks.errors import NotFound, shown
+from openrl.tasks.errors import InvalidRequest, NotFound, shown
 from openrl.tasks.registry import Checkpoint
-from openrl.workers.weights import layout
+from openrl.workers.weights import layout, manifest
 
 blp = wire.Blueprint("exports", __name__, description="Exports: links, files.")
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-"""What stock PEFT reads, and all that is handed out."""
+"""What stock PEFT reads, and all that is handed out of an adapter."""
 
 EVERYBODY = "-"
 """Stands for the owner in a link to a published checkpoint; no tenant is called so."""
@@ -55,7 +55,7 @@ class LinksView(MethodView):
         owner, checkpoint = registry().readable(tenant(), run_id, f"external_weights/{name}")
         expires = _end(checkpoint)
         _note_export(checkpoint)
-        urls = {file: _link(owner, checkpoint, file, expires) for file in FILES}
+        urls = {file: _link(owner, checkpoint, file, expires) for file in _files(checkpoint)}
         return {"urls": urls, "expires": datetime.fromtimestamp(expires, UTC)}
 
 
@@ -70,8 +70,9 @@ class ArchiveLinkSchema(marshmallow.Schema):
 class ArchiveView(MethodView):
     @blp.response(302, ArchiveLinkSchema, description="`Location` leads to a tar.gz, as `url` does.")
     def get(self, run_id: str, kind: str, name: str) -> Response:
-        """Redirect to the checkpoint's adapter as one archive; for SDKs up to 0.30."""
+        """Redirect to the checkpoint's weights as one archive; for SDKs up to 0.30."""
         owner, checkpoint = registry().readable(tenant(), run_id, f"{kind}/{name}")
+        _files(checkpoint)
         end = _end(checkpoint)
         _note_export(checkpoint)
         url, expires = _link(owner, checkpoint, archives.NAME, end), datetime.fromtimestamp(end, UTC)
@@ -126,7 +127,7 @@ def _link(owner: str, checkpoint: Checkpoint, name: str, expires: int) -> str:
 def _addressed(owner: str, file: str) -> tuple[Checkpoint, str]:
     """Return the checkpoint and the file's name that a link means, if that very version is still there to be read."""
     parts = file.split("/")
-    if len(parts) != 5 or parts[0] != "runs" or parts[4] not in (*FILES, archives.NAME):
+    if len(parts) != 5 or parts[0] != "runs":
         raise _no_file(file)
     _, run_id, segment, version, name = parts
     checkpoint_id = f"{segment}/{version.rpartition('.')[0]}"
@@ -137,13 +138,26 @@ def _addressed(owner: str, file: str) -> tuple[Checkpoint, str]:
             checkpoint = registry().checkpoint(owner, run_id, checkpoint_id)
     except NotFound:
         raise _no_file(file) from None
-    if Path(checkpoint.directory).name != version:
+    if Path(checkpoint.directory).name != version or name not in (*_files(checkpoint), archives.NAME):
         raise _no_file(file)
     return checkpoint, name
 
 
+def _files(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the names of what is handed out: an adapter, or a model's directory."""
+    if checkpoint.is_lora:
+        return FILES
+    if checkpoint.weights_digest:
+        raise InvalidRequest(
+            f"{checkpoint.uri} is kept as what changed since the version before it; "
+            "save_weights_external makes a model's directory, and so does save_state"
+        )
+    found = manifest.read(layout.existing(_data_dir(), checkpoint.directory))
+    return tuple(sorted(found.files.keys() - {*manifest.STATE_FILES}))
+
+
 def _archive(checkpoint: Checkpoint, owner: str, directory: str) -> Response:
-    files = {name: layout.tenant_file(_data_dir(), owner, f"{directory}/{name}") for name in FILES}
+    files = {name: layout.tenant_file(_data_dir(), owner, f"{directory}/{name}") for name in _files(checkpoint)}
     archive = Archive(files, modified=checkpoint.created)
     answer = Response(archive.pieces(), mimetype="application/gzip")
     answer.call_on_close(archive.close)

@@ -135,14 +135,15 @@ def usage(tenant: str | None, days: int, as_json: bool, data_dir: Path | None) -
 @json_option
 @data_dir_option
 def audit(tenant: str | None, day: str, event_type: str, unknown: bool, as_json: bool, data_dir: Path | None) -> None:
-    """Show what was done to keys, checkpoints and quotas; of all tenants if none is named."""
+    """Show what was done to keys, checkpoints and quotas; of all tenants, and of the service, if none is named."""
     with opened("audit", data_dir) as store:
         since = _since(day)
-        names = [_known(store, tenant)] if tenant else [""] if unknown else walk.tenants(store)
+        names = [_known(store, tenant)] if tenant else [""] if unknown else ["", *walk.tenants(store)]
         found = [
             {"tenant": name, "timestamp": _time(entry.at), "event": entry.event, **entry.details}
             for name in names
             for entry in log.entries(store, name, since=since, before=since + DAY_S, kind=event_type)
+            if name or unknown is (entry.event == "login_refused")
         ]
     if as_json:
         click.echo(json.dumps(found))

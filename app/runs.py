@@ -10,7 +10,7 @@ from flask.views import MethodView
 from marshmallow import fields
 
 from openrl.app import wire
-from openrl.app.checkpoints import CheckpointSchema, listed
+from openrl.app.checkpoints import LORA_RANK, CheckpointSchema, listed
 from openrl.app.context import registry, tenant
 from openrl.app.creation import ADAMW
 from openrl.app.schemas import TEXTS, CursorSchema, PageSchema, Sent, Text, Time, as_strings, tag
@@ -57,8 +57,8 @@ class RunSchema(marshmallow.Schema):
     training_run_id = fields.String(attribute="run_id")
     base_model = fields.String()
     model_owner = fields.Function(lambda run: run.tenant if run.tenant == tenant() else "", metadata={"type": "string"})
-    is_lora = fields.Constant(True)
-    lora_rank = fields.Integer(attribute="rank")
+    is_lora = fields.Boolean()
+    lora_rank = LORA_RANK
     corrupted = fields.Function(lambda run: run.state == "failed", metadata={"type": "boolean"})
     last_request_time = Time(attribute="last_request")
     last_checkpoint = fields.Function(lambda run: _newest(run, "training"), metadata=_NEWEST)
@@ -124,8 +124,8 @@ def _info(run: Run, model: BaseModel) -> dict[str, Any]:
         "model_id": run.run_id,
         "model_data": {"arch": model.arch, "model_name": model.name, "tokenizer_id": model.tokenizer_id},
         "model_name": model.name,
-        "is_lora": True,
-        "lora_rank": run.rank,
+        "is_lora": run.is_lora,
+        **({"lora_rank": run.rank} if run.is_lora else {}),
         "optimizer_config": {"type": ADAMW},
     }
 

@@ -175,7 +175,7 @@ class SampleView(MethodView):
 
 def create_sampler(asked: Mapping[str, Any]) -> Sampler:
     """Bind the weights that a request names to a number of its session."""
-    checkpoint = _sampler_checkpoint(asked["model_path"]) if "model_path" in asked else None
+    owner, checkpoint = _sampler_checkpoint(asked["model_path"]) if "model_path" in asked else ("", None)
     model = base_model(asked.get("base_model") or (checkpoint.base_model if checkpoint else ""))
     if checkpoint and checkpoint.base_model != model.name:
         raise InvalidRequest(f"base_model is {model.name!r}; the weights were trained on {checkpoint.base_model!r}")
@@ -186,25 +186,27 @@ def create_sampler(asked: Mapping[str, Any]) -> Sampler:
         session_id=asked["session_id"],
         seq=asked["sampling_session_seq_id"],
         base_model=model.name,
-        slug=model.slug,
+        slug=model.slug if checkpoint is None or checkpoint.is_lora else registry().run(owner, checkpoint.run_id).pool,
         model_path=checkpoint.uri if checkpoint else "",
         adapter_dir=checkpoint.directory if checkpoint else "",
         run_id=checkpoint.run_id if checkpoint else "",
         base_digest=model.digest,
+        weights_digest=checkpoint.weights_digest if checkpoint else "",
     )
 
 
-def _sampler_checkpoint(path: str) -> Checkpoint:
-    checkpoint = registry().checkpoint_by_uri(tenant(), path)
+def _sampler_checkpoint(path: str) -> tuple[str, Checkpoint]:
+    """Return a version that may be sampled, and whose it is."""
+    owner, checkpoint = registry().readable_by_uri(tenant(), path)
     if not checkpoint.checkpoint_id.startswith(SAMPLER_SEGMENT):
         raise InvalidRequest(
             f"model_path {shown(path)} isn't there to be sampled; save_weights_for_sampler makes tinker://<run>/{SAMPLER_SEGMENT}<name>"
         )
-    return checkpoint
+    return owner, checkpoint
 
 
 def _sample(sampler: Sampler, asked: Mapping[str, Any]) -> dict[str, Any]:
-    message = off_loop(_message, sampler.adapter_dir, asked, large=len(wire.body()) > wire.LARGE_BYTES)
+    message = off_loop(_message, sampler, asked, large=len(wire.body()) > wire.LARGE_BYTES)
     checks.check_sample(message, model_of(sampler))
     promise = submit(sampler, asked["seq_id"], message)
     return {
@@ -222,13 +224,14 @@ def submit(sampler: Sampler, seq_id: int, message: Sample) -> Promise:
     return promise
 
 
-def _message(adapter_dir: str, asked: Mapping[str, Any]) -> Sample:
+def _message(sampler: Sampler, asked: Mapping[str, Any]) -> Sample:
     params = dict(asked["sampling_params"])
     stop_tokens, stop_strings, stop_at_eos = checks.parse_stop(params.pop("stop", None))
     if "target_prompt_logprobs" in asked:
         params |= _targets(codec.decode_cells_json(asked["target_prompt_logprobs"], "target_prompt_logprobs"))
     return Sample(
-        adapter_dir=adapter_dir,
+        adapter_dir=sampler.adapter_dir,
+        weights_digest=sampler.weights_digest,
         prompt=codec.decode_prompt_json(asked["prompt"]),
         num_samples=asked["num_samples"],
         stop_tokens=stop_tokens,

@@ -10,7 +10,7 @@ from flask import request
 from flask.views import MethodView
 from marshmallow import ValidationError, fields, validate, validates_schema
 
-from openrl.app import wire
+from openrl.app import fine_tuning, wire
 from openrl.app.context import registry, services, tenant
 from openrl.app.schemas import CursorSchema, Metadata, PageSchema, Sent, Text, as_strings, tag
 from openrl.app.search import ENDS
@@ -107,6 +107,7 @@ class CreateSessionView(MethodView):
         """Open a session; the same X-Idempotency-Key within a day returns the same one."""
         del asked["sdk_version"]
         asked.pop("type", None)
+        fine_tuning.of_session(asked["tags"], asked["user_metadata"])
         key = request.headers.get(IDEMPOTENCY_HEADER, "")
         return registry().create_session(tenant(), idempotency_key=key, **asked)
 

@@ -29,7 +29,7 @@ from parts import OperationFailed, Parts, batch, random_model
 
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.recomputing import Recomputing
-from openrl.workers.trainer.arena import Arena
+from openrl.workers.trainer.residency import Residency
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 64)
 SOLO_RANK = 32
@@ -133,7 +133,7 @@ class Measured:
 
     def _moves(self) -> None:
         """Two runs that take the only place in turns: each call parks one and restores the other."""
-        parts = self._parts(arena=Arena(self._device, most_runs=1))
+        parts = self._parts(residency=Residency(self._device, most_runs=1))
         pair = [parts.run(n, rank=SOLO_RANK) for n in range(2)]
         few = batch(1, self._shape.small_length, vocab=self._shape.vocab)
         for run in pair:
@@ -142,13 +142,13 @@ class Measured:
 
         def swap() -> None:
             for run in pair:
-                parts.arena.admit([run])
+                parts.residency.admit([run])
 
         seconds = self._timed(swap)
         self._print("park_and_restore", 0, seconds, peak_bytes=bytes_moved)
 
     def _parts(self, **options: object) -> Parts:
-        options = {"arena": Arena(self._device), **options}
+        options = {"residency": Residency(self._device), **options}
         return Parts(self._loaded, token_budget=self._shape.token_budget, **options)
 
     def _line(self, name: str, call: Callable[[], None], tokens: int, *, against: float | None = None) -> float:

@@ -14,9 +14,9 @@ from openrl.tasks.journal import Outcome
 from openrl.tasks.messages import CreateModel, Datum, ForwardBackward, Message, OptimStep
 from openrl.tasks.registry import Registry
 from openrl.workers.model import attention, families, loading
-from openrl.workers.trainer.arena import Arena
 from openrl.workers.trainer.checkpoints import Checkpoints
 from openrl.workers.trainer.device import Device
+from openrl.workers.trainer.residency import Residency
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.work import Work
 
@@ -40,16 +40,16 @@ class Parts:
     """A device with runs, and short ways to ask it for things."""
 
     def __init__(self, loaded: loading.LoadedModel, *, token_budget: int, **options: Any) -> None:
-        """`options` are the device's: its arena, its recomputing."""
+        """`options` are the device's: its residency, its recomputing."""
         self.loaded = loaded
         registry = cast(Registry, None)  # a save would ask it, and nothing is saved here
         checkpoints = Checkpoints(loaded, base_model=BASE, slug=BASE, registry=registry, data_dir=Path(BASE))
         self.device = Device(loaded, checkpoints, token_budget=token_budget, **options)
 
     @property
-    def arena(self) -> Arena:
+    def residency(self) -> Residency:
         """Where the runs lie."""
-        return self.device.arena
+        return self.device.residency
 
     def run(self, number: int, *, rank: int) -> Run:
         """Create a run on every layer and the head."""

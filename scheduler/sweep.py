@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from openrl.scheduler.chains import ancestors
 from openrl.tasks.orphans import Dropped, Named, named
 from openrl.tasks.spool import Spool
 from openrl.tasks.store import Store
@@ -30,7 +31,7 @@ GRACE_S = 600.0
 def sweep(store: Store, *, age_s: float) -> int:
     """Delete orphans that haven't changed for `age_s`; return how many."""
     before = time.time() - age_s
-    names = named(store)
+    names = _with_chains(store, named(store))
     swept = 0
     for path in islice(_orphans(store, names, before), AT_ONCE):
         log.info("deleting %s: nothing names it", path.relative_to(store.settings.data_dir))
@@ -47,13 +48,19 @@ def sweep_dropped(store: Store, *, grace_s: float = GRACE_S) -> int:
     """
     dropped = Dropped(store)
     due = dropped.before(store.now() - grace_s)
-    names = named(store).directories if due else set()
+    names = _with_chains(store, named(store)).directories if due else set()
     gone = [each for each in due if each not in names][:AT_ONCE]
     for directory in gone:
         log.info("deleting %s: its row is gone", directory)
         layout.remove(layout.resolve(store.settings.data_dir, directory))
     dropped.forget(gone)
     return len(gone)
+
+
+def _with_chains(store: Store, names: Named) -> Named:
+    """Count as named what a full run's named versions lead on from, back to an anchor."""
+    names.directories |= ancestors(store.settings.data_dir, names.chained)
+    return names
 
 
 def _orphans(store: Store, names: Named, before: float) -> Iterator[Path]:

@@ -1,5 +1,5 @@
 -- Accept one operation of a run, once.
--- Reads and writes: the run, its journal and bodies, its promise, ready:<slug>, gaps, depth, queued, the session's
+-- Reads and writes: the run, its journal and bodies, its promise, ready:<slug>, gaps, depth, pools, queued, the session's
 -- last_seen; for a create the lists of runs, made-on; for an ephemeral save its sampler's
 -- reservation.
 -- ARGV: 1 tenant, 2 run id, 3 seq, 4 kind, 5 digest, 6 stowed body, 7 its size, 8 request id,

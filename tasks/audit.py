@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "checkpoints": ("checkpoint_",),
     "projects": ("project_", "session_"),
     "teams": ("team_",),
-    "organizations": ("key_", "login_", "quota_"),
+    "organizations": ("key_", "login_", "quota_", "accelerator_"),
 }
 """What may be asked for, and how the names of such events begin."""
 
@@ -71,9 +71,14 @@ def record_refusal(store: Store, tenant: str, reason: str, *, key_id: str = "", 
     _add(store, stream, "login_refused", reason=reason, key_id=key_id, address=address)
 
 
+def record_for_service(store: Store, event: str, **details: str | float | None) -> None:
+    """Add what an operator did that is no tenant's matter; as little as `record` does it raise."""
+    _add(store, keys.REFUSALS, event, actor="operator", **details)
+
+
 @translated()
 def entries(store: Store, tenant: str, *, since: float, before: float, kind: str = "all") -> list[Entry]:
-    """Return a tenant's entries of a time, oldest first; of tenant "" the refusals that concern nobody's key."""
+    """Return a tenant's entries of a time, oldest first; of tenant "" the service's, and refusals of nobody's key."""
     stream = keys.audit(tenant) if tenant else keys.REFUSALS
     last = f"({int(before * 1000)}"
     rows = store.redis.xrange(stream, min=str(int(since * 1000)), max=last)

@@ -26,6 +26,8 @@ SUMMARIES = {
     "flower": "Show queues and operations in the browser.",
     "celery": "Ask the workers, through the celery CLI.",
     "env": "Print the environment of a running service.",
+    "prepare": "Make a store ready for parts started by hand.",
+    "cluster": "Make what an installation on Kubernetes needs.",
 }
 """Shown by `openrl --help`, which imports no command."""
 

@@ -28,9 +28,20 @@ from openrl.tasks.errors import (
     shown,
 )
 from openrl.tasks.messages import MESSAGES, CreateModel, ForwardBackward, Message, Sample
-from openrl.tasks.operations import MISSING, REFUSED, Committal, Operation, Outcome, Promise, SampleJob, Slice, Taking
+from openrl.tasks.operations import (
+    MISSING,
+    REFUSED,
+    Committal,
+    FullPool,
+    Operation,
+    Outcome,
+    Promise,
+    SampleJob,
+    Slice,
+    Taking,
+)
 from openrl.tasks.ownership import Lease
-from openrl.tasks.records import Row, Run, checkpoint_row, sampler_row
+from openrl.tasks.records import FULL, LORA, Row, Run, checkpoint_row, sampler_row
 from openrl.tasks.samples import MAX_ERROR_CHARS, STOWED, Samples, digest, digest_with_sampler, encoded, with_seed
 from openrl.tasks.schema import ENTRY
 from openrl.tasks.spool import Apart, here
@@ -77,6 +88,8 @@ class Journal(Samples, Unloading):
     ) -> Promise:
         """Start the run `(session, model_seq_id)`: its record and entry 0. The same again gets the same promise.
 
+        `slug` is the base model's. A full run becomes a pool of its own, which its row names.
+
         Raises:
             KeyReused: that number already belongs to a different run.
             QuotaExceeded: the tenant has as many runs as it may have.
@@ -87,6 +100,8 @@ class Journal(Samples, Unloading):
         run_id = keys.run_id(session_id, model_seq_id)
         drawn = with_seed(message)
         assert drawn.seed is not None
+        is_full = message.fine_tuning == FULL
+        slug = keys.pool_slug(slug, tenant, run_id) if is_full else slug
         record = Run(
             tenant=tenant,
             run_id=run_id,
@@ -100,6 +115,7 @@ class Journal(Samples, Unloading):
             train_unembed=message.train_unembed,
             user_metadata=dict(message.user_metadata),
             base_digest=base_digest,
+            fine_tuning=FULL if is_full else LORA,
         )
         creation = ("create", "", session_id, slug, record.to_json(), quotas.RUN_SILENT_S)
         return self._append(tenant, run_id, 0, message.kind, digest(message), drawn.to_bytes(), *creation)
@@ -351,6 +367,12 @@ class Journal(Samples, Unloading):
             total += closed
             if closed < at_once:
                 return total
+
+    @translated()
+    def pools(self, base_slug: str) -> list[FullPool]:
+        """Return the pools of a base model's full runs that have something to do, by slug."""
+        rows = self._store.redis.hgetall(keys.pools(base_slug))
+        return [FullPool(slug.decode(), *rows[slug].decode().split(" ")) for slug in sorted(rows)]
 
     @translated()
     def depth(self, slug: str) -> dict[str, dict]:

@@ -30,6 +30,7 @@ function K.sampler_done(tenant, id, clone) return K.sampler(tenant, id) .. ':don
 function K.future(tenant, id) return K.tenant(tenant, 'future', id) end
 function K.job(tenant, id) return K.tenant(tenant, 'job', id) end
 function K.waiting(tenant, slug) return K.tenant(tenant, 'waiting', slug) end
+function K.pools(base) return 'openrl:pools:' .. base end
 function K.ready(slug) return 'openrl:ready:' .. slug end
 function K.unloads(slug) return 'openrl:unloads:' .. slug end
 function K.turns(slug) return 'openrl:turns:' .. slug end

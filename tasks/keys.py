@@ -7,6 +7,7 @@ come from a client are checked here before they become part of a name.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ MADE_ON = "openrl:made-on"
 QUOTAS = "openrl:quotas"
 """hash: name of a quota -> what every tenant may have of it that has no quota of its own; 0: no limit"""
 REFUSALS = "openrl:refusals"
-"""stream: refused requests whose key was nobody's"""
+"""stream: refused requests whose key was nobody's, and what operators did to the service itself"""
 SCHEMA = "openrl:schema"
 """int: which version's data this is, see `schema`"""
 EPOCH = "openrl:epoch"
@@ -60,6 +61,8 @@ CLONE_DIGITS = 9
 """Clone n of a sampling client counts from n billion: what is before the last nine digits is its number."""
 MAX_CLONE = MAX_SAMPLE_SEQ // 10**CLONE_DIGITS
 
+_POOL_DIGITS = 16
+_POOL = re.compile(rf"(?P<base>.+)\.f-[0-9a-f]{{{_POOL_DIGITS}}}")
 _TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 # No `_` in a session: a run's directory is its id with `_` in place of the colons.
 _SESSION = re.compile(r"[A-Za-z0-9.-]{1,128}")
@@ -79,6 +82,23 @@ class RequestParts(NamedTuple):
 def slug(name: str) -> str:
     """Return a base model's name as a part of queue names and keys."""
     return re.sub(r"[^a-z0-9._-]", "-", name.split(":", 1)[0].lower())
+
+
+def pool_slug(base_slug: str, tenant: str, run_id: str) -> str:
+    """Return the slug of a full fine-tuning run's own pool of workers; a LoRA run's is its base model's."""
+    digest = hashlib.sha256(f"{tenant}/{run_id}".encode()).hexdigest()
+    return f"{base_slug}.f-{digest[:_POOL_DIGITS]}"
+
+
+def base_slug(slug: str) -> str:
+    """Return the slug of the base model that a pool is of; the base model's own stays as it is."""
+    match = _POOL.fullmatch(slug)
+    return match["base"] if match else slug
+
+
+def is_full(slug: str) -> bool:
+    """Tell whether a slug is that of a full fine-tuning run's pool."""
+    return bool(_POOL.fullmatch(slug))
 
 
 def check_tenant(tenant: str) -> str:
@@ -127,6 +147,16 @@ def request_id(parent: str, seq: int | str) -> str:
 def clone(seq: str) -> str:
     """Return which clone of a sampling client counted up to `seq` (decimal text); the first client is 0."""
     return seq[:-CLONE_DIGITS] or "0"
+
+
+def assignment(assignment_id: str) -> str:
+    """string: "current" or "ended", whether a worker's place on a cluster is still its own"""
+    return f"openrl:assignment:{assignment_id}"
+
+
+def pod_ended(uid: str) -> str:
+    """string: there once it is proved that no container of this pod runs"""
+    return f"openrl:pod-ended:{uid}"
 
 
 def target(tenant: str, sampler_id: str, clone: int | str) -> str:
@@ -217,7 +247,8 @@ def run(tenant: str, run_id: str) -> str:
     """hash: record (JSON), slug, applied, pending, state, owner, generation, token, last_request, snapshot...
 
     `suspect` is the operation that was next when an owner died, `crashes` how many owners it may have killed, `begun`
-    the same number once its present owner carries it out by itself. `cancels` is there while some wait to be cancelled.
+    the same number once its present owner carries it out by itself. `last_version` is what a full run published last.
+    `cancels` is there while some wait to be cancelled.
     """
     session_of(run_id)
     return tenant_key(tenant, "run", run_id)
@@ -289,6 +320,11 @@ def job(tenant: str, request_id: str) -> str:
 def waiting(tenant: str, slug: str) -> str:
     """zset: request id of a sample that nobody has taken -> submitted."""
     return tenant_key(tenant, "waiting", slug)
+
+
+def pools(base_slug: str) -> str:
+    """hash: slug of a full run's pool with something to do -> "tenant run"."""
+    return f"openrl:pools:{base_slug}"
 
 
 def ready(slug: str) -> str:

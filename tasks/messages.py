@@ -104,10 +104,11 @@ class CreateModel(Message):
     """Start a run, fresh or from a training checkpoint.
 
     `checkpoint_dir` (relative to the data directory) is empty for a fresh run; `seed` is always set
-    by the time the message is journaled.
+    by the time the message is journaled. `fine_tuning` is "full", or empty for an adapter; `rank` is 0 in a full run.
     """
 
     kind: ClassVar[str] = "create_model"
+    newer: ClassVar[frozenset[str]] = frozenset({"fine_tuning"})
     base_model: str
     rank: int
     seed: int | None
@@ -118,6 +119,7 @@ class CreateModel(Message):
     checkpoint_dir: str = ""
     with_optimizer: bool = False
     user_metadata: Mapping[str, Any] = field(default_factory=dict)
+    fine_tuning: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,11 +192,11 @@ class Sample(Message):
     The request's `target_prompt_logprobs` [N, K] is `target_ids`, all cells row by row (-1: nothing is asked) or those
     of compressed sparse rows, then with `target_crow` and `target_columns`; `target_shape` is empty where it is
     absent. `prompt_logprobs_last_n` None means: the whole prompt. `listener` (see `drafts`) is who hears each token as
-    it is drawn, empty where nobody does.
+    it is drawn, empty where nobody does. `weights_digest` is what a full run's version is known by; empty elsewhere.
     """
 
     kind: ClassVar[str] = "sample"
-    newer: ClassVar[frozenset[str]] = frozenset({"listener"})
+    newer: ClassVar[frozenset[str]] = frozenset({"listener", "weights_digest"})
     adapter_dir: str
     prompt: tuple[int, ...]
     num_samples: int
@@ -216,6 +218,7 @@ class Sample(Message):
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     listener: str = ""
+    weights_digest: str = ""
 
 
 MESSAGES: dict[str, type[Message]] = {

@@ -121,6 +121,14 @@ class Committal(NamedTuple):
     token: int
 
 
+class FullPool(NamedTuple):
+    """The pool of a full fine-tuning run, and whose it is."""
+
+    slug: str
+    tenant: str
+    run_id: str
+
+
 class Taking(NamedTuple):
     """What `take` is asked for."""
 

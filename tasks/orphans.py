@@ -26,6 +26,8 @@ class Named:
     runs: set[tuple[str, str]] = field(default_factory=set)
     files: set[str] = field(default_factory=set)
     directories: set[str] = field(default_factory=set)
+    chained: set[str] = field(default_factory=set)
+    """Those of `directories` that are versions of full runs: each needs its parents, back to an anchor."""
     dropped: set[str] = field(default_factory=set)
     """Directories whose row is gone, and whose own sweep comes."""
 
@@ -67,12 +69,17 @@ def named(store: Store) -> Named:
 
 def _add_run(store: Store, found: Named, tenant: str, run_id: str) -> None:
     spool = Spool(store.settings.data_dir, inline_bytes=store.settings.inline_bytes)
-    snapshot_dir, files, loads, checkpoints = store.script("named")(tenant, run_id)
+    snapshot_dir, last_version, files, loads, rows = store.script("named")(tenant, run_id)
+    checkpoints = [Checkpoint.from_json(row) for row in rows]
     found.runs.add((tenant, run_id))
     found.files.update(_text(files))
     found.directories.add(snapshot_dir.decode())
     found.directories.update(_loaded(spool, body) for body in loads)
-    found.directories.update(Checkpoint.from_json(row).directory for row in checkpoints)
+    found.directories.update(checkpoint.directory for checkpoint in checkpoints)
+    found.chained.update(checkpoint.directory for checkpoint in checkpoints if checkpoint.weights_digest)
+    if last_version:  # the next one is a delta from it, whatever became of its row
+        found.directories.add(last_version.decode())
+        found.chained.add(last_version.decode())
 
 
 def _loaded(spool: Spool, stowed: bytes) -> str:
@@ -88,6 +95,8 @@ def _add_samples(store: Store, found: Named, tenant: str) -> None:
     slugs = set()
     for sampler, _ in walk.samplers(store, tenant):
         found.directories.add(sampler.adapter_dir)
+        if sampler.weights_digest:
+            found.chained.add(sampler.adapter_dir)
         slugs.add(sampler.slug)
     for slug in slugs:
         for member in _text(store.redis.zrange(keys.unfinished(slug), 0, -1)):

@@ -144,6 +144,12 @@ def new_epoch(store: Store, floor: int = 0) -> int:
 
 
 @translated()
+def epoch_of(store: Store) -> int:
+    """Return the epoch that stands, 0 before the first."""
+    return int(store.redis.get(keys.EPOCH) or 0)
+
+
+@translated()
 def owner(store: Store, tenant: str, run_id: str) -> str:
     """Return the id of the living worker that serves a run, or ""."""
     worker_id, generation = store.redis.hmget(keys.run(tenant, run_id), ["owner", "generation"])

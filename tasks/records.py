@@ -15,6 +15,9 @@ from typing import Any, ClassVar, Self
 from openrl.tasks import keys, schema
 from openrl.tasks.schema import Schema
 
+LORA, FULL = "lora", "full"
+"""What `fine_tuning` says: an adapter is trained, or all weights."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
@@ -55,6 +58,10 @@ class BaseModel(Record):
     tied_embeddings: bool
     digest: str = ""
     """Which weights are served under the name; "" in rows of earlier versions, here and in `base_digest`."""
+    sampler_rank: int = 0
+    """The largest rank of an adapter that its samplers serve; 0: any."""
+    sampler_head: bool = True
+    """Whether its samplers serve adapters on the unembedding."""
 
     def is_other(self, base_digest: str) -> bool:
         """Tell whether something was made on other weights than these; what doesn't say is believed."""
@@ -87,7 +94,11 @@ class Session(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run(Record):
-    """A training run, called a model on the wire. `applied` is its position, -1 before it is created."""
+    """A training run, called a model on the wire. `applied` is its position, -1 before it is created.
+
+    `slug` is its pool's: that of its base model, or for a full run its own; `rank` is 0 then. `last_version` is the
+    directory of the version that a full run published last, from which its next delta leads.
+    """
 
     schema: ClassVar[Schema] = schema.RUN
     tenant: str
@@ -106,11 +117,27 @@ class Run(Record):
     applied: int = -1
     state: str = "creating"
     base_digest: str = ""
+    fine_tuning: str = LORA
+    last_version: str = ""
+
+    @property
+    def pool(self) -> str:
+        """Return what the run's workers, queues and leases are known by."""
+        return self.slug
+
+    @property
+    def is_lora(self) -> bool:
+        """Tell whether it trains an adapter, not all weights."""
+        return self.fine_tuning == LORA
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler(Record):
-    """One immutable version to sample from. `model_path`, `adapter_dir`, `run_id` are empty for the base model."""
+    """One immutable version to sample from. `model_path`, `adapter_dir`, `run_id` are empty for the base model.
+
+    `slug` is that of the pool whose samplers serve it: of the base model, or of the full run that made it.
+    `weights_digest` is what a full run's version is known by, "" for an adapter.
+    """
 
     schema: ClassVar[Schema] = schema.SAMPLER
     sampler_id: str
@@ -124,6 +151,7 @@ class Sampler(Record):
     base_digest: str = ""
     size_bytes: int = 0
     """Of a version that was made for this sampler alone; 0 where it is a checkpoint's, or the base model."""
+    weights_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +177,14 @@ class Checkpoint(Record):
     """None: kept until it is deleted."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     base_digest: str = ""
+    fine_tuning: str = LORA
+    weights_digest: str = ""
+    """Of a full run's version for samplers: the digest that it is known by, and with it its chain."""
+
+    @property
+    def is_lora(self) -> bool:
+        """Tell whether it holds an adapter, not all weights."""
+        return self.fine_tuning == LORA
 
     @property
     def uri(self) -> str:

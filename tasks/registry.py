@@ -46,6 +46,15 @@ class Registry(Checkpoints):
         self._redis.delete(keys.MODELS)
 
     @translated()
+    def serve(self, models: Iterable[BaseModel]) -> None:
+        """Serve these models and no others, from one moment to the next."""
+        with self._redis.pipeline(transaction=True) as pipe:
+            pipe.delete(keys.MODELS)
+            for model in models:
+                pipe.hset(keys.MODELS, model.name, model.to_json())
+            pipe.execute()
+
+    @translated()
     def made_on(self) -> dict[str, str]:
         """Return, by base model, the digest of the weights that its runs were made on, where that is known."""
         return {name.decode(): digest.decode() for name, digest in self._redis.hgetall(keys.MADE_ON).items()}
@@ -221,6 +230,7 @@ class Registry(Checkpoints):
         adapter_dir: str = "",
         run_id: str = "",
         base_digest: str = "",
+        weights_digest: str = "",
     ) -> Sampler:
         """Register a sampler under `(session, seq)`.
 
@@ -240,6 +250,7 @@ class Registry(Checkpoints):
             run_id=run_id,
             created=time.time(),
             base_digest=base_digest,
+            weights_digest=weights_digest,
         )
         digest = hashlib.sha256(json.dumps([base_model, model_path]).encode()).hexdigest()
         answer = self._store.script("sampler_create")(

@@ -1,5 +1,5 @@
 -- Accept one sampling request, once. `seq` is decimal text throughout: it passes 2^53.
--- Reads and writes: the sampler and its ops, the job, its promise, waiting, turns:<slug>, unfinished:<slug>, depth,
+-- Reads and writes: the sampler and its ops, the job, its promise, waiting, turns:<slug>, unfinished:<slug>, depth, pools,
 -- queued.
 -- ARGV: 1 tenant, 2 sampler id, 3 seq, 4 digest, 5 stowed body, 6 request id, 7 session id, 8 size of the body,
 --       9 most bytes queued of a tenant, 10 tokens of its prompt, 11 a list or '', 12 what is laid there along with it
@@ -43,6 +43,7 @@ redis.call('ZADD', K.waiting(tenant, slug), now, request_id)
 redis.call('ZADD', K.turns(slug), 'NX', redis.call('HGET', K.served(slug), tenant) or 0, tenant)
 redis.call('ZADD', K.unfinished(slug), now, tenant .. ' ' .. request_id)
 count('sample', slug, tenant, 1)
+note_pool(slug, string.match(known_as.adapter_dir or '', '^tenants/([^/]+)/') or tenant, run_id)
 weigh(tenant, tonumber(ARGV[8]))
 if redis.call('HEXISTS', K.session(tenant, ARGV[7]), 'record') == 1 then
   redis.call('HSET', K.session(tenant, ARGV[7]), 'last_seen', now)

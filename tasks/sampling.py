@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from openrl.tasks.accelerator import AcceleratorTask
 from openrl.tasks.celery import celery
-from openrl.tasks.worker import EngineTask
 
 
-@celery.task(bind=True, base=EngineTask, name="sampler.sample")
-def sample(self: EngineTask, tenant: str, request_id: str) -> None:
+@celery.task(bind=True, base=AcceleratorTask, name="sampler.sample")
+def sample(self: AcceleratorTask, tenant: str, request_id: str) -> None:
     """Ring for one sampling request and wait until all its sequences are drawn."""
     self.ring(tenant, request_id)
 

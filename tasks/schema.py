@@ -32,6 +32,12 @@ def _as_it_is(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
+def _at_a_claim(row: dict[str, Any]) -> dict[str, Any]:
+    """Name the claim that an accelerator of this machine is."""
+    index = row.pop("accelerator", None)
+    return {**row, "claim": None if index is None else f"gpu-{index}"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schema:
     """One kind of record: what it is called, the number of today's form, and the way there from each earlier one."""
@@ -80,9 +86,10 @@ class Schema:
 
 BASE_MODEL = Schema(noun="base model")
 SESSION = Schema(noun="session")
-RUN = Schema(noun="run")
+RUN = Schema(noun="run", number=2, migrations={1: _as_it_is})
+"""2: of a full fine-tuning run, which an earlier version would take for a LoRA run."""
 SAMPLER = Schema(noun="sampler")
-CHECKPOINT = Schema(noun="checkpoint")
+CHECKPOINT = Schema(noun="checkpoint", number=2, migrations={1: _as_it_is})
 AUDIT = Schema(noun="audit entry")
 API_KEY = Schema(noun="API key", number=2, migrations={1: _as_it_is})
 ENTRY = Schema(noun="journal entry", migrations={UNNUMBERED: _as_it_is})
@@ -90,7 +97,8 @@ ENTRY = Schema(noun="journal entry", migrations={UNNUMBERED: _as_it_is})
 FUTURE = Schema(noun="promise", migrations={UNNUMBERED: _as_it_is})
 SAMPLE = Schema(noun="sample", migrations={UNNUMBERED: _as_it_is})
 """A sampling request that isn't finished, and its body."""
-WORKLOAD = Schema(noun="workload", migrations={UNNUMBERED: _as_it_is})
+WORKLOAD = Schema(noun="workload", number=2, migrations={UNNUMBERED: _as_it_is, 1: _at_a_claim})
+"""2: its place is the claim of its name, no longer the accelerator of an index."""
 PROCESS = Schema(noun="process", migrations={UNNUMBERED: _as_it_is})
 SERVICE = Schema(noun="service.json", migrations={UNNUMBERED: _as_it_is})
-MANIFEST = Schema(noun="manifest")
+MANIFEST = Schema(noun="manifest", number=2, migrations={1: _as_it_is})

@@ -98,10 +98,34 @@ local function keep_file(file, till)
   end
 end
 
+-- Return the base model's slug of a full run's pool; nil where the slug is a base model's own.
+local function base_of(slug)
+  local base, digits = string.match(slug, '^(.+)%.f%-(%x+)$')
+  return base and #digits == 16 and base or nil
+end
+
+-- Note that a full run's pool has something to do.
+local function note_pool(slug, tenant, run_id)
+  local base = base_of(slug)
+  if base then
+    redis.call('HSET', K.pools(base), slug, tenant .. ' ' .. run_id)
+  end
+end
+
+-- Forget a full run's pool once it has nothing to do.
+local function tidy_pool(slug)
+  local base = base_of(slug)
+  if base and redis.call('EXISTS', K.depth('train', slug), K.depth('sample', slug), K.unloads(slug)) == 0 then
+    redis.call('HDEL', K.pools(base), slug)
+    redis.call('DEL', K.served(slug))
+  end
+end
+
 -- Count operations acknowledged and not finished, of one tenant.
 local function count(kind, slug, tenant, change)
   if redis.call('HINCRBY', K.depth(kind, slug), tenant, change) <= 0 then
     redis.call('HDEL', K.depth(kind, slug), tenant)
+    tidy_pool(slug)
   end
   add(tenant, 'unfinished', change)
 end
@@ -177,6 +201,7 @@ local function enter(tenant, run_id, slug, seq, header)
   redis.call('HSET', K.journal(tenant, run_id), seq, cjson.encode(header))
   redis.call('HINCRBY', K.run(tenant, run_id), 'pending', 1)
   count('train', slug, tenant, 1)
+  note_pool(slug, tenant, run_id)
   weigh(tenant, tonumber(header.size))
 end
 

@@ -5,54 +5,54 @@ Ids in, nothing out. A message may be lost, doubled or late: the journal alone d
 
 from __future__ import annotations
 
+from openrl.tasks.accelerator import AcceleratorTask
 from openrl.tasks.celery import celery
-from openrl.tasks.worker import EngineTask
 
 
-@celery.task(bind=True, base=EngineTask, name="trainer.create_model")
-def create_model(self: EngineTask, tenant: str, request_id: str) -> None:
+@celery.task(bind=True, base=AcceleratorTask, name="trainer.create_model")
+def create_model(self: AcceleratorTask, tenant: str, request_id: str) -> None:
     """Ring for the creation of a run and wait until it exists."""
     self.ring(tenant, request_id)
 
 
-@celery.task(bind=True, base=EngineTask, name="trainer.forward_backward")
-def forward_backward(self: EngineTask, tenant: str, request_id: str) -> None:
+@celery.task(bind=True, base=AcceleratorTask, name="trainer.forward_backward")
+def forward_backward(self: AcceleratorTask, tenant: str, request_id: str) -> None:
     """Ring for one forward_backward and wait until its gradient is accumulated."""
     self.ring(tenant, request_id)
 
 
-@celery.task(bind=True, base=EngineTask, name="trainer.forward")
-def forward(self: EngineTask, tenant: str, request_id: str) -> None:
+@celery.task(bind=True, base=AcceleratorTask, name="trainer.forward")
+def forward(self: AcceleratorTask, tenant: str, request_id: str) -> None:
     """Ring for one forward pass that leaves no gradient and wait for its result."""
     self.ring(tenant, request_id)
 
 
-@celery.task(bind=True, base=EngineTask, name="trainer.optim_step")
-def optim_step(self: EngineTask, tenant: str, request_id: str) -> None:
+@celery.task(bind=True, base=AcceleratorTask, name="trainer.optim_step")
+def optim_step(self: AcceleratorTask, tenant: str, request_id: str) -> None:
     """Ring for one optimizer step and wait until it is applied."""
     self.ring(tenant, request_id)
 
 
-@celery.task(bind=True, base=EngineTask, name="trainer.save_weights")
-def save_weights(self: EngineTask, tenant: str, request_id: str) -> None:
+@celery.task(bind=True, base=AcceleratorTask, name="trainer.save_weights")
+def save_weights(self: AcceleratorTask, tenant: str, request_id: str) -> None:
     """Ring for one training checkpoint and wait until it is on disk."""
     self.ring(tenant, request_id)
 
 
-@celery.task(bind=True, base=EngineTask, name="trainer.save_weights_for_sampler")
-def save_weights_for_sampler(self: EngineTask, tenant: str, request_id: str) -> None:
+@celery.task(bind=True, base=AcceleratorTask, name="trainer.save_weights_for_sampler")
+def save_weights_for_sampler(self: AcceleratorTask, tenant: str, request_id: str) -> None:
     """Ring for one version of the weights for sampling and wait until it is on disk."""
     self.ring(tenant, request_id)
 
 
-@celery.task(bind=True, base=EngineTask, name="trainer.save_weights_external")
-def save_weights_external(self: EngineTask, tenant: str, request_id: str) -> None:
+@celery.task(bind=True, base=AcceleratorTask, name="trainer.save_weights_external")
+def save_weights_external(self: AcceleratorTask, tenant: str, request_id: str) -> None:
     """Ring for one adapter in PEFT's format and wait until it is on disk."""
     self.ring(tenant, request_id)
 
 
-@celery.task(bind=True, base=EngineTask, name="trainer.load_weights")
-def load_weights(self: EngineTask, tenant: str, request_id: str) -> None:
+@celery.task(bind=True, base=AcceleratorTask, name="trainer.load_weights")
+def load_weights(self: AcceleratorTask, tenant: str, request_id: str) -> None:
     """Ring for loading a checkpoint into a run and wait until it is loaded."""
     self.ring(tenant, request_id)
 

@@ -14,6 +14,7 @@ redis.call('HSET', K.future(tenant, request_id), 'schema', SCHEMA.future, 'state
   'model_id', run_id, 'submitted', now)
 if run[2] and run[2] ~= '' and holds(run[2], run[3]) then
   redis.call('SADD', K.unloads(run[1]), tenant .. ' ' .. run_id .. ' ' .. request_id)
+  note_pool(run[1], tenant, run_id)
   redis.call('PUBLISH', K.WAKE, run[2])
 else
   unloaded(tenant, run_id, request_id, ARGV[3])

@@ -16,4 +16,5 @@ for _, member in ipairs(redis.call('SMEMBERS', unloads)) do
     kept = kept + 1
   end
 end
+tidy_pool(ARGV[1])
 return kept

@@ -95,7 +95,7 @@ def _used(hour: int, what: str, amount: int) -> Used:
         hour=hour * HOUR_S,
         name=name,
         amount=amount,
-        slug=slug,
+        slug=keys.base_slug(slug),
         session_id="" if session_id == "-" else session_id,
         run_id="" if run_id == "-" else run_id,
     )

@@ -19,7 +19,7 @@ from celery.worker.control import Panel
 from kombu.message import Message
 from kombu.messaging import Consumer
 
-from openrl.tasks import keys, revoking
+from openrl.tasks import keys, revoking, turn_events
 from openrl.tasks.celery import celery, notice_queue, queue_name
 from openrl.tasks.errors import OperationFailed, StoreUnavailable
 from openrl.tasks.store import Store
@@ -119,7 +119,7 @@ class _QueueCheck(bootsteps.StartStopStep):
 
 
 class _EventsTogether(bootsteps.StartStopStep):
-    """Sends the events of tasks in batches, in place of after each turn of Celery's loop."""
+    """Sends the events of tasks in batches, in place of after each turn of Celery's loop; those of turns too."""
 
     requires = ("celery.worker.consumer.events:Events",)
 
@@ -132,6 +132,8 @@ class _EventsTogether(bootsteps.StartStopStep):
 
     def flush(self, consumer: Any) -> None:
         if consumer.event_dispatcher is not None:
+            for name, fields in turn_events.take():
+                consumer.event_dispatcher.send(name, **fields)
             consumer.event_dispatcher.flush()
 
 

@@ -17,14 +17,19 @@ ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 
 def make_tiny_model(
-    directory: Path | str, *, tied: bool = True, model_type: str = "llama", dtype: torch.dtype = torch.float32
+    directory: Path | str,
+    *,
+    tied: bool = True,
+    model_type: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    head_dim: int = HEAD_DIM,
 ) -> Path:
     """Write config, weights and tokenizer of a deterministic random model; returns the directory."""
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    _write(path / "config.json", _config(model_type, tied=tied, dtype=dtype))
+    _write(path / "config.json", _config(model_type, tied=tied, dtype=dtype) | {"head_dim": head_dim})
     _write(path / "generation_config.json", {"bos_token_id": 257, "eos_token_id": 258, "pad_token_id": 256})
-    weights = {name: tensor.to(dtype) for name, tensor in _weights(model_type, tied=tied).items()}
+    weights = {name: tensor.to(dtype) for name, tensor in _weights(model_type, tied=tied, head_dim=head_dim).items()}
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(path)
     return path
@@ -54,7 +59,7 @@ def _config(model_type: str, *, tied: bool, dtype: torch.dtype) -> dict:
     }
 
 
-def _weights(model_type: str, *, tied: bool) -> dict[str, Tensor]:
+def _weights(model_type: str, *, tied: bool, head_dim: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(7)
 
     def matrix(rows: int, columns: int, scale: float = 1.0) -> Tensor:
@@ -69,16 +74,16 @@ def _weights(model_type: str, *, tied: bool) -> dict[str, Tensor]:
         weights |= {
             f"{at}input_layernorm.weight": norm(HIDDEN),
             f"{at}post_attention_layernorm.weight": norm(HIDDEN),
-            f"{at}self_attn.q_proj.weight": matrix(HEADS * HEAD_DIM, HIDDEN),
-            f"{at}self_attn.k_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{at}self_attn.v_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{at}self_attn.o_proj.weight": matrix(HIDDEN, HEADS * HEAD_DIM, 0.5),
+            f"{at}self_attn.q_proj.weight": matrix(HEADS * head_dim, HIDDEN),
+            f"{at}self_attn.k_proj.weight": matrix(KV_HEADS * head_dim, HIDDEN),
+            f"{at}self_attn.v_proj.weight": matrix(KV_HEADS * head_dim, HIDDEN),
+            f"{at}self_attn.o_proj.weight": matrix(HIDDEN, HEADS * head_dim, 0.5),
             f"{at}mlp.gate_proj.weight": matrix(INNER, HIDDEN),
             f"{at}mlp.up_proj.weight": matrix(INNER, HIDDEN),
             f"{at}mlp.down_proj.weight": matrix(HIDDEN, INNER, 0.5),
         }
         if model_type == "qwen3":
-            weights |= {f"{at}self_attn.q_norm.weight": norm(HEAD_DIM), f"{at}self_attn.k_norm.weight": norm(HEAD_DIM)}
+            weights |= {f"{at}self_attn.q_norm.weight": norm(head_dim), f"{at}self_attn.k_norm.weight": norm(head_dim)}
     if not tied:
         weights["lm_head.weight"] = matrix(VOCAB, HIDDEN)
     return weights

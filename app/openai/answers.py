@@ -154,7 +154,10 @@ def answer(plan: Plan, form: Form, results: Mapping[int, Mapping[str, Any]], num
         for place, prompt in enumerate(plan.prompts)
         for choice in _choices(plan, form, place * plan.asked.n, prompt, results[place])
     ]
-    return {**head(plan.asked, form.prefix, form.whole, number), "choices": choices, "usage": usage(plan, results)}
+    weights = {"system_fingerprint": results[0]["weights"]} if results[0].get("weights") else {}
+    return {
+        **head(plan.asked, form.prefix, form.whole, number), "choices": choices, "usage": usage(plan, results),
+    } | weights  # fmt: skip
 
 
 def _choices(plan: Plan, form: Form, first: int, prompt: Prompt, result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

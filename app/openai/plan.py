@@ -114,6 +114,7 @@ def _sample(asked: Asked, sampler: Sampler, prompt: Prompt, model: BaseModel) ->
     scored = asked.echo and asked.logprobs is not None
     sample = Sample(
         adapter_dir=sampler.adapter_dir,
+        weights_digest=sampler.weights_digest,
         prompt=prompt.ids,
         num_samples=asked.n,
         # The service draws at least one token; whoever wants none is shown none.

@@ -120,9 +120,14 @@ def encode_sample_response(
     topk_prompt_logprobs: Candidates | None = None,
     target_logprobs: Cells | None = None,
     alternatives: Alternatives | None = None,
+    *,
+    weights: str = "",
 ) -> bytes:
-    """Encode the continuations; the prompt's logprobs (None where there is none) only where asked for."""
-    result = pb.SampleResult()
+    """Encode the continuations; the prompt's logprobs (None where there is none) only where asked for.
+
+    `weights` names the version that drew them, "" the base model.
+    """
+    result = pb.SampleResult(weights=weights)
     for sequence in sequences:
         continuation = result.sequences.add(
             stop_reason=_STOP_REASONS[sequence.stop_reason],
@@ -156,6 +161,8 @@ def sample_response_to_json(body: bytes) -> dict[str, Any]:
     if result.HasField("prompt_alt_tokens"):
         drawn = result.prompt_alt_tokens
         response["prompt_alt_tokens"] = {"tokens": _tensor_json(drawn.tokens), "logprobs": _tensor_json(drawn.logprobs)}
+    if result.weights:
+        response["weights"] = result.weights
     return response
 
 

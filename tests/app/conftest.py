@@ -119,10 +119,10 @@ class Worker:
     def __init__(self, store: Store, lease: Lease) -> None:
         self.store, self.lease, self.journal = store, lease, Journal(store)
 
-    def step(self, outcomes: dict[str, Outcome] | None = None) -> list[Operation]:
-        """Execute everything that can run now; `outcomes` by kind, else an empty success."""
+    def step(self, outcomes: dict[str, Outcome] | None = None, *, pool: str = MODEL.slug) -> list[Operation]:
+        """Execute everything that can run now in a pool; `outcomes` by kind, else an empty success."""
         done: list[Operation] = []
-        for piece in self.journal.take(MODEL.slug, self.lease):
+        for piece in self.journal.take(pool, self.lease):
             for found, body in zip(piece.operations, self.journal.bodies(piece.operations), strict=True):
                 assert isinstance(body, bytes)
                 operation = replace(found, body=body)

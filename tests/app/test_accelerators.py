@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from openrl.app.accelerator_cli import accelerators
+from openrl.tasks import audit
 from openrl.tasks.store import Store
 from openrl.timeslice.holder import Holder, Place, Process
 from openrl.timeslice.turn import Turns
@@ -51,6 +52,18 @@ def test_holder_waiters_use_and_switches_are_shown(
     assert shown.exit_code == 0 and "run-b/trainer" in shown.output and "750.0 ms" in shown.output
 
 
+def test_an_owner_that_once_left_the_line_is_shown_as_any_other(openrl: Callable[..., Result], store: Store) -> None:
+    turns = Turns(store.redis)
+    assert turns.ask("gpu-0", "run-a", "one", ELSEWHERE) is not None
+    assert turns.ask("gpu-0", "run-b", "9ae6d2a7c09c3e97", ELSEWHERE) is None
+    turns.withdraw("gpu-0", "run-b", "9ae6d2a7c09c3e97")
+    shown = openrl("--json")
+    assert shown.exit_code == 0 and {row["owner"] for row in json.loads(shown.stdout)[0]["owners"]} == {
+        "run-a",
+        "run-b",
+    }
+
+
 def test_an_operator_ends_the_turn_that_he_names_and_no_other(openrl: Callable[..., Result], store: Store) -> None:
     token = Turns(store.redis).ask("gpu-0", "run-a", "one", ELSEWHERE)
     refused = openrl("end", "gpu-0", "12")
@@ -58,4 +71,10 @@ def test_an_operator_ends_the_turn_that_he_names_and_no_other(openrl: Callable[.
     assert openrl("end", "gpu-0", str(token)).exit_code == 0
     [found] = json.loads(openrl("--json").stdout)
     assert found["present"] is None and found["switches"][0]["how"] == "ended"
+    [entry] = audit.entries(store, "", since=0, before=1e12)
+    assert (entry.event, entry.details["owner"], entry.details["token"]) == (
+        "accelerator_turn_ended",
+        "run-a",
+        str(token),
+    )
     assert openrl("end", "no such", "1").exit_code == 2

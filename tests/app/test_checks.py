@@ -9,6 +9,7 @@ from openrl.app import checks
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.losses import LOSSES
 from openrl.tasks.messages import CreateModel, Datum, ForwardBackward, OptimStep, Sample
+from openrl.tasks.registry import BaseModel
 
 
 @dataclass(frozen=True)
@@ -235,6 +236,23 @@ def test_a_large_batch_is_checked_as_whole_arrays():
 
 
 # Runs, steps and names ---------------------------------------------------------------------------
+
+
+BASE = BaseModel(
+    name="b", slug="b", path="/b", vocab_size=270000, max_context=64, arch="llama", tokenizer_id="b", hidden_size=8,
+    num_layers=1, tied_embeddings=True, sampler_rank=16, sampler_head=False,
+)  # fmt: skip
+
+
+def test_a_run_whose_adapters_the_samplers_cannot_serve_is_refused():
+    good = CreateModel(base_model="b", rank=16, seed=None, train_unembed=False)
+    checks.check_sampler(good, BASE)
+    text = refusal(checks.check_sampler, replace(good, rank=17), BASE)
+    assert text.startswith("lora_config.rank is 17; the samplers of b serve ranks up to 16")
+    text = refusal(checks.check_sampler, replace(good, train_unembed=True), BASE)
+    assert text.startswith("lora_config.train_unembed is true; the samplers of b serve no adapters")
+    checks.check_sampler(replace(good, rank=0, train_unembed=True, fine_tuning="full"), BASE)
+    checks.check_sampler(replace(good, rank=512, train_unembed=True), replace(BASE, sampler_rank=0, sampler_head=True))
 
 
 def test_a_good_run_passes():

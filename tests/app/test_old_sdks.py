@@ -94,7 +94,7 @@ def test_what_a_newer_version_has_written_is_told_once_and_for_all(api: Api, sto
     store.redis.hset(future, "schema", 9)
     polled = api.poll(f"{run}:0")
     row = store.redis.hget(keys.run("local", run), "record").decode()
-    store.redis.hset(keys.run("local", run), "record", row.replace('"schema": 1', '"schema": 9'))
+    store.redis.hset(keys.run("local", run), "record", row.replace('"schema": 2', '"schema": 9'))
     for answer, noun in ((polled, "promise"), (api.post("/get_info", {"model_id": run}), "run")):
         assert answer.status_code == 422 and answer.get_json()["error"]["code"] == "other_version"
         assert f"a {noun} has schema" in answer.text and "an operator starts the version that wrote it" in answer.text

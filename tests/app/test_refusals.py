@@ -43,7 +43,19 @@ def refused(response: TestResponse, status: int, *words: str) -> None:
         ({"lora_config": {"rank": "8"}}, ["lora_config.rank", "'8'", "whole number"]),
         ({"lora_config": {"rank": 8, "alpha": 16}}, ["lora_config.alpha", "unknown"]),
         ({"lora_config": {}}, ["lora_config.rank", "is required"]),
-        ({"lora_config": None}, ["lora_config", "full fine-tuning"]),
+        (
+            {"lora_config": None, "user_metadata": {"openrl.fine_tuning_type": "lora"}},
+            ["lora_config", "absent", "openrl.fine_tuning_type"],
+        ),
+        ({"user_metadata": {"openrl.fine_tuning_type": "most"}}, ["openrl.fine_tuning_type", "'most'", "lora, full"]),
+        ({"user_metadata": {"openrl.fine_tuning_typ": "full"}}, ["openrl.fine_tuning_typ", "openrl.fine_tuning_type"]),
+        (
+            {
+                "user_metadata": {"openrl.fine_tuning_type": "full"},
+                "lora_config": {"rank": 8, "train_mlp": False},
+            },
+            ["lora_config.train_mlp", "all weights"],
+        ),
         ({"lora_config": {"rank": 8, "train_mlp": 1}}, ["lora_config.train_mlp", "true or false"]),
         ({"lora_config": {"rank": 8, "seed": 1.5}}, ["lora_config.seed", "1.5"]),
         (

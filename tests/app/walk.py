@@ -208,7 +208,10 @@ ROWS: dict[str, Row] = {
         Ask(path=f"/traces/{its.owner}/{its.session}?expires=9999999999&signature=x", status=403),
     ],
     # runs
-    "POST /create_model": lambda its, _: [Ask(path="/create_model", json={"session_id": its.session, **LORA})],
+    "POST /create_model": lambda its, _: [
+        Ask(path="/create_model", json={"session_id": its.session, **LORA, **changes})
+        for changes in ({}, {"lora_config": None}, {"user_metadata": {"openrl.fine_tuning_type": "full"}})
+    ],
     "POST /load_weights": loads,
     "POST /unload_model": lambda its, _: [Ask(path="/unload_model", json={"model_id": its.run})],
     "POST /get_info": lambda its, _: [Ask(path="/get_info", json={"model_id": its.run})],

@@ -15,6 +15,7 @@ from openrl.tasks.registry import Checkpoint
 from openrl.workers.model import loading
 from openrl.workers.trainer.checkpoints import Checkpoints
 from openrl.workers.trainer.device import Device
+from openrl.workers.trainer.full import FullTuning
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.work import Work
 
@@ -36,11 +37,20 @@ class FakeRegistry:
 class Bench:
     """A device, and short ways to ask it for things."""
 
-    def __init__(self, loaded: loading.LoadedModel, data_dir: Path, *, token_budget: int = 96) -> None:
+    def __init__(
+        self,
+        loaded: loading.LoadedModel,
+        data_dir: Path,
+        *,
+        token_budget: int = 96,
+        full: FullTuning | None = None,
+    ) -> None:
         self.loaded = loaded
         self.data_dir = data_dir
         self.registry = FakeRegistry()
-        self.checkpoints = Checkpoints(loaded, base_model=BASE, slug=BASE, registry=self.registry, data_dir=data_dir)
+        self.checkpoints = Checkpoints(
+            loaded, base_model=BASE, slug=BASE, registry=self.registry, data_dir=data_dir, full=full
+        )
         self.device = Device(loaded, self.checkpoints, token_budget=token_budget)
         self._next = 0
 

@@ -6,6 +6,7 @@ import itertools
 import json
 from dataclasses import dataclass
 
+from openrl.tasks import keys
 from openrl.tasks.doorbell import Waiter
 from openrl.tasks.futures import Future, Futures
 from openrl.tasks.journal import Journal
@@ -13,12 +14,14 @@ from openrl.tasks.messages import CreateModel, Message
 from openrl.tasks.ownership import Lease
 from openrl.tasks.registry import Registry
 from openrl.tasks.store import Store
+from openrl.workers.model import loading
 from openrl.workers.model.loading import LoadedModel
-from openrl.workers.trainer.arena import Arena
 from openrl.workers.trainer.checkpoints import Checkpoints
 from openrl.workers.trainer.device import Device
 from openrl.workers.trainer.engine import TrainerEngine
+from openrl.workers.trainer.full import FullTuning
 from openrl.workers.trainer.recovery import Recovery
+from openrl.workers.trainer.residency import Residency
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.settings import TrainerSettings
 from openrl.workers.trainer.snapshots import Snapshots
@@ -43,10 +46,12 @@ class Service:
         for lease in self.leases:
             lease.close()
 
-    def trainer(self, **settings: float) -> Trainer:
-        """Start a trainer process, so to say; its loop runs when the test says so."""
+    def trainer(self, *, pool: str = BASE, **settings: float) -> Trainer:
+        """Start a trainer process, so to say; it works when the test says so. A full run's has its own model."""
         name = f"trainer-{next(self._names)}"
-        return Trainer(self, name, TrainerSettings(**{"token_budget": 96, "snapshot_share": 1e6, **settings}))
+        loaded = loading.load(self.loaded.tokenizer_path) if keys.is_full(pool) else self.loaded
+        settings = {"token_budget": 96, "snapshot_share": 1e6, **settings}
+        return Trainer(self, name, TrainerSettings(**settings), loaded, pool)
 
     def client(self, tenant: str = "t", **options: object) -> Client:
         """Open a session with one run in it, not created yet."""
@@ -65,6 +70,11 @@ class Client:
         self.session_id = session_id
         self.run_id = f"{session_id}:train:0"
         self.seq = 0
+
+    @property
+    def pool(self) -> str:
+        """The slug of a full run's own pool."""
+        return keys.pool_slug(BASE, self.tenant, self.run_id)
 
     def create(self, **options: object) -> None:
         message = CreateModel(base_model=BASE, **{"rank": 4, "seed": 1, **options})
@@ -102,18 +112,21 @@ class Trainer:
     service: Service
     name: str
     settings: TrainerSettings
+    loaded: LoadedModel
+    pool: str = BASE
 
     def __post_init__(self) -> None:
-        service, data_dir = self.service, self.service.store.settings.data_dir
+        service, data_dir, loaded = self.service, self.service.store.settings.data_dir, self.loaded
         where = {"base_model": BASE, "data_dir": data_dir}
-        checkpoints = Checkpoints(service.loaded, slug=BASE, registry=service.registry, **where)
-        arena = Arena(service.loaded.device, most_runs=self.settings.device_runs)
-        self.device = Device(service.loaded, checkpoints, token_budget=self.settings.token_budget, arena=arena)
-        self.recovery = Recovery(service.loaded, self.device, service.journal, **where)
+        full = FullTuning() if keys.is_full(self.pool) else None
+        checkpoints = Checkpoints(loaded, slug=self.pool, registry=service.registry, full=full, **where)
+        residency = Residency(loaded.device, most_runs=self.settings.device_runs)
+        self.device = Device(loaded, checkpoints, token_budget=self.settings.token_budget, residency=residency)
+        self.recovery = Recovery(loaded, self.device, service.journal, full=full, **where)
         at_once = self.settings.snapshots_at_once
-        self.snapshots = Snapshots(service.loaded, service.journal, at_once=at_once, **where)
+        self.snapshots = Snapshots(loaded, service.journal, at_once=at_once, **where)
         self.engine = TrainerEngine(
-            slug=BASE,
+            slug=self.pool,
             journal=service.journal,
             lease=self.new_lease(),
             new_lease=self.new_lease,
@@ -125,7 +138,7 @@ class Trainer:
         )
 
     def new_lease(self) -> Lease:
-        self.lease = Lease(self.service.store, self.name, "trainer", BASE)
+        self.lease = Lease(self.service.store, self.name, "trainer", self.pool)
         self.service.leases.append(self.lease)
         return self.lease
 

@@ -270,7 +270,7 @@ def test_an_operation_that_breaks_the_device_is_found_and_fails_alone(bench, cap
 
 def test_after_a_create_that_failed_every_operation_says_so(bench):
     run = bench.run(0, warm=False)
-    run.adapter, run.failure = None, "rank 0 trains nothing"
+    run.trained, run.failure = None, "rank 0 trains nothing"
     other = bench.run(1)
     outcomes = bench.all((run, forward_backward()), (run, OptimStep()), (other, forward_backward()))
     assert all("rank 0 trains nothing" in outcome.error and outcome.category == "user" for outcome in outcomes[:2])

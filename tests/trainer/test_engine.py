@@ -292,7 +292,7 @@ def test_a_step_that_breaks_leaves_no_gradient_behind_as_its_replay_does(service
         raise MemoryError("no room on the device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(trainer.device.arena, "admit", broken)
+        patched.setattr(trainer.device.residency, "admit", broken)
         client.submit(OptimStep())
         trainer.spin()
     client.submit(OptimStep())

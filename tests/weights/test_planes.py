@@ -30,8 +30,8 @@ def change(seed: int, size: int, dtype: np.dtype, density: float, *, clustered: 
     return old, new
 
 
-def decoded(piece: Piece, size: int, dtype: np.dtype) -> planes.Change:
-    return decode(piece.form, piece.count, piece.frames, size=size, dtype=dtype)
+def decoded(piece: Piece, size: int, dtype: np.dtype, *, back: bool = False) -> planes.Change:
+    return decode(piece.form, piece.count, piece.frames, size=size, dtype=dtype, back=back)
 
 
 def check_both_ways(seed: int, size: int, dtype: np.dtype, density: float, clustered: bool) -> None:
@@ -45,7 +45,7 @@ def check_both_ways(seed: int, size: int, dtype: np.dtype, density: float, clust
     there = old.copy()
     patch(there, step)
     assert np.array_equal(there, new)
-    patch(there, step)
+    patch(there, decoded(piece, size, dtype, back=True))
     assert np.array_equal(there, old)
     cut = size // 3
     parts = [old[:cut].copy(), old[cut:].copy()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -44,21 +44,16 @@ class Arena:
             if sizes - {size_bytes}:
                 raise ValueError(f"size_bytes is {size_bytes}; other processes use {path} with {min(sizes)}")
 
-    def take(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+    def take(self, storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
         """Book bytes, then allocate them."""
-        with self._book() as rows:
-            taken = sum(row["bytes"] for row in rows)
-            if taken + size_bytes > self._size_bytes:
-                raise ArenaFull(
-                    f"{size_bytes} bytes don't fit: {taken} of {self._size_bytes} are taken, by {self._who(rows)}"
-                )
-            self._add(rows, size_bytes)
-        storage.resize_(size_bytes)
+        self._add_if_it_fits(sum(size_bytes for _, size_bytes in storages))
+        for storage, size_bytes in storages:
+            storage.resize_(size_bytes)
 
     def admit(self, tensors: Iterable[torch.Tensor]) -> None:
         """Book tensors that were allocated before they were put here."""
         sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-        self.take(torch.UntypedStorage(0), sum(sizes.values()))
+        self._add_if_it_fits(sum(sizes.values()))
 
     def give_back(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Release storages, then their bookings."""
@@ -69,6 +64,11 @@ class Arena:
         with self._book() as rows:
             self._add(rows, -released)
 
+    def leave(self) -> None:
+        """Take everything of this process out of the book, also what was freed without being given back."""
+        with self._book() as rows:
+            self._add(rows, -sum(row["bytes"] for row in rows if row["pid"] == self._me.pid))
+
     def barrier(self) -> None:
         """Copies on a CPU are through when they return."""
 
@@ -76,6 +76,15 @@ class Arena:
         """Return who has something here: pid -> bytes."""
         with self._book() as rows:
             return {row["pid"]: row["bytes"] for row in rows if row["bytes"]}
+
+    def _add_if_it_fits(self, size_bytes: int) -> None:
+        with self._book() as rows:
+            taken = sum(row["bytes"] for row in rows)
+            if taken + size_bytes > self._size_bytes:
+                raise ArenaFull(
+                    f"{size_bytes} bytes don't fit: {taken} of {self._size_bytes} are taken, by {self._who(rows)}"
+                )
+            self._add(rows, size_bytes)
 
     def _add(self, rows: list[dict[str, int]], change: int) -> None:
         for row in rows:

@@ -66,6 +66,10 @@ class LoadedModel:
         assert isinstance(linear, MultiLoraLinear), "loading replaced the head"
         return linear.weight
 
+    def tensors(self) -> list[Tensor]:
+        """Return everything that lies on the device: weights, and what the layers keep beside them."""
+        return [*self.model.parameters(), *self.model.buffers()]
+
     def require(self, digest: str) -> None:
         """Refuse to serve other weights than those that the service was started with; "" means any."""
         if digest and digest != self.digest:

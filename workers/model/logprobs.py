@@ -50,11 +50,11 @@ def target_logprobs(
     Each chunk of float32 logits fits `chunk_bytes`. If those of all tokens fit `keep_bytes` they are kept for backward;
     otherwise, and under a `softcap`, each chunk is computed again there: a part would cost the memory and save little.
     `lora` is the head's adapters, in order, without overlap. With `softcap` logits `l` are
-    `softcap * tanh(l / softcap)`, as Gemma has them. Gradients go to `hidden_TD` and the adapters. With or without
+    `softcap * tanh(l / softcap)`, as Gemma has them. Gradients go to `hidden_TD`, the adapters
+    and a head that asks for one. With or without
     gradients the values are the same to the bit. `entropies_T` (float32) is filled with the entropy, in nats, of what
     each token is predicted from: one walk more over logits that are there anyway.
     """
-    assert not head_VD.requires_grad, "the head is frozen"
     targets_TK = targets if targets.ndim == 2 else targets.unsqueeze(1)
     row_bytes = 4 * head_VD.shape[0]
     keeps = softcap is None and len(hidden_TD) * row_bytes <= keep_bytes
@@ -130,6 +130,7 @@ class _TargetLogprobs(torch.autograd.Function):
         hidden_TD, head_VD, targets_TK, lse_T, *rest = ctx.saved_tensors
         factors, held = rest[: 2 * len(ctx.spans)], iter(rest[2 * len(ctx.spans) :])
         dhidden_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
+        dhead_VD = torch.zeros_like(head_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         # Those of A as they are, those of B as [R, V].
         gradients = [one.new_zeros(one.shape[::-1] if i % 2 else one.shape) for i, one in enumerate(factors)]
         for rows in _chunks(hidden_TD.shape[0], ctx.chunk):
@@ -145,6 +146,8 @@ class _TargetLogprobs(torch.autograd.Function):
             dlogits_CV.scatter_add_(1, targets_TK[rows], grad_CK)
             if slope_CV is not None:
                 dlogits_CV.mul_(slope_CV)
+            if dhead_VD is not None:
+                dhead_VD.addmm_(dlogits_CV.t(), hidden_TD[rows].float())
             if dhidden_TD is not None:
                 dhidden_TD[rows] = dlogits_CV.to(head_VD.dtype) @ head_VD
             for number, (inside, part_S) in _within(rows, ctx.spans):
@@ -156,7 +159,8 @@ class _TargetLogprobs(torch.autograd.Function):
                 gradients[2 * number].addmm_(dinner_RS, hidden_SD)
                 gradients[2 * number + 1].addmm_(a_RD @ hidden_SD.t(), dlogits_SV, alpha=scale)
         factor_gradients = [one.t().contiguous() if i % 2 else one for i, one in enumerate(gradients)]
-        return dhidden_TD, None, None, None, None, None, None, None, *factor_gradients
+        dhead_VD = None if dhead_VD is None else dhead_VD.to(head_VD.dtype)
+        return dhidden_TD, dhead_VD, None, None, None, None, None, None, *factor_gradients
 
 
 def _chunks(total: int, size: int) -> list[slice]:

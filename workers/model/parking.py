@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,11 +29,17 @@ class Device(Protocol):
     def pins(self) -> bool:
         """Whether host buffers are to be pinned."""
 
-    def take(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
-        """Give an empty storage its bytes on the device; raises MemoryError or torch's own where there is no room."""
+    def take(self, storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
+        """Give empty storages so many bytes each on the device; raises MemoryError, or torch's own, without room."""
+
+    def admit(self, tensors: Iterable[Tensor]) -> None:
+        """Count what was allocated here before it was put under a parking; raises as `take` does."""
 
     def give_back(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Release the bytes of storages, so that other processes can have them."""
+
+    def leave(self) -> None:
+        """Hear that nothing of this process is there any more."""
 
     def barrier(self) -> None:
         """Wait for all copies."""
@@ -47,14 +53,21 @@ class Cuda:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def take(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+    def take(self, storages: Sequence[tuple[torch.UntypedStorage, int]]) -> None:
         """Allocate in place."""
-        storage.resize_(size_bytes)
+        for storage, size_bytes in storages:
+            storage.resize_(size_bytes)
+
+    def admit(self, tensors: Iterable[Tensor]) -> None:
+        """Do nothing: the driver counts."""
 
     def give_back(self, storages: Iterable[torch.UntypedStorage]) -> None:
-        """Free in place, and let go of what torch's allocator keeps."""
+        """Free in place."""
         for storage in storages:
             storage.resize_(0)
+
+    def leave(self) -> None:
+        """Let go of what torch's allocator keeps."""
         with torch.cuda.device(self._device):
             torch.cuda.empty_cache()
 
@@ -136,14 +149,19 @@ class Parking:
         """
         self.copied_bytes = 0
         try:
+            self._device.take([(storage, parked.size_bytes) for storage, parked in self._parked])
             for storage, parked in self._parked:
-                self._device.take(storage, parked.size_bytes)
                 _bytes(storage).copy_(parked.buffer, non_blocking=True)
                 self.copied_bytes += parked.size_bytes
             self._device.barrier()
         except (RuntimeError, MemoryError) as failure:
             raise ParkingError(f"the tensors could not be brought back: {failure}") from failure
         self._parked = []
+
+    def discard(self) -> None:
+        """Release everything without a copy: nobody will need it again."""
+        self._parked = []
+        self._device.give_back(storage for storage, _ in _storages(self._tensors()))
 
     def _copy_out(self, storage: torch.UntypedStorage, tensors: list[Tensor]) -> _Parked:
         """Queue the copy of one storage, unless host memory has the same bytes."""
@@ -170,6 +188,22 @@ class Parking:
             if known.tensors[0]() is None:
                 del self._known[key]
                 self._free[known.size_bytes].append(known.buffer)
+
+
+def owned(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors, after giving memory of its own to each whose memory can't be released.
+
+    What safetensors has read is a file mapped into memory. Tensors and parameters keep their identity; views that
+    aren't among `tensors` stay with the old memory, so call it before there are any.
+    """
+    found = list(tensors)
+    for storage, sharing in _storages(found):
+        if not storage.resizable():
+            own = storage.clone()
+            for tensor in sharing:
+                place = (own, tensor.storage_offset(), tensor.size(), tensor.stride())
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(*place)
+    return found
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[tuple[torch.UntypedStorage, list[Tensor]]]:

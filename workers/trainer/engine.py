@@ -22,6 +22,8 @@ from openrl.tasks.messages import CreateModel, ForwardBackward, LoadWeights, Mes
 from openrl.tasks.operations import MISSING, REFUSED, Usage
 from openrl.tasks.ownership import Lease
 from openrl.tasks.process import Streak
+from openrl.timeslice.errors import NotGranted
+from openrl.workers.model.accelerator import Accelerator
 from openrl.workers.trainer.device import Device
 from openrl.workers.trainer.holdings import Holdings
 from openrl.workers.trainer.passes import Chosen, Pending, Planner, Queue
@@ -68,8 +70,11 @@ class TrainerEngine:
         waiter: Waiter,
         settings: TrainerSettings,
         streak: Streak | None = None,
+        accelerator: Accelerator | None = None,
     ) -> None:
+        """Serve what the lease's worker may; no `accelerator`: the device is this process's own."""
         self._slug = slug
+        self._accelerator = accelerator or Accelerator()
         self._journal = journal
         self._new_lease = new_lease
         self._lease = lease
@@ -79,8 +84,16 @@ class TrainerEngine:
         self._settings = settings
         self._streak = streak or Streak()
         self._planner = Planner(token_budget=settings.token_budget, runs_per_pass=settings.most_runs_of_a_pass)
-        self._holdings = Holdings(slug=slug, journal=journal, recovery=recovery, snapshots=snapshots, settings=settings)
+        self._holdings = Holdings(
+            slug=slug,
+            journal=journal,
+            recovery=recovery,
+            snapshots=snapshots,
+            settings=settings,
+            accelerator=self._accelerator,
+        )
         self._residents = self._holdings.residents
+        self._accelerator.hold(lambda: device.residency.tensors(self._residents))
         self._doubtful: dict[Key, Doubt] = {}
         self._taking = Taking(slug, settings.max_runs, settings.max_operations, settings.max_runs)
         self._taken: list[Slice] | None = None
@@ -121,6 +134,8 @@ class TrainerEngine:
         if self._thread.is_alive():
             self._say("stopping")
             self._thread.join(self._settings.stop_s)
+        if not self._thread.is_alive():
+            self._accelerator.close()
         self._lease.close()
 
     # the loop
@@ -147,6 +162,8 @@ class TrainerEngine:
             self._note_store_down(error)
         except StaleOwner as error:
             self._start_over(error)
+        except NotGranted:  # nobody waits for a turn who is asked to stop
+            return False
         except Exception as error:
             log.exception("the engine's step failed; going on")
             self._streak.add(error)
@@ -163,13 +180,18 @@ class TrainerEngine:
             slices = self._journal.take_next(self._lease, self._taking)
         self._holdings.note_offered(slices)
         ready = [each for each in slices if not self._pauses(each)]
-        progressed = any(self._alone(each) for each in ready if each.crashes)  # one of them in each turn
         # What was brought along isn't followed by more of that: to cancel something takes a look with empty hands.
-        progressed |= self._serve([each for each in ready if not each.crashes], looks=not is_brought)
+        progressed = bool(ready) and self._in_turn(ready, looks=not is_brought)
         waiting = {(each.tenant, each.run_id) for each in (*slices, *(self._taken or ()))}
         self._has_more = len(slices) == self._settings.max_runs or any(self._left(each) for each in ready)
         self._holdings.let_go(waiting, self._lease)
         return progressed
+
+    def _in_turn(self, ready: Sequence[Slice], *, looks: bool) -> bool:
+        """Carry out what is ready, once the accelerator is ours. Tells whether anything took effect."""
+        with self._accelerator.turn(gives_up=self._stopping.is_set):
+            progressed = any(self._alone(each) for each in ready if each.crashes)  # one of them in each turn
+            return self._serve([each for each in ready if not each.crashes], looks=looks) or progressed
 
     def _left(self, each: Slice) -> bool:
         """Tell whether a slice, or what may have been cut off behind it, is still to be carried out."""
@@ -440,7 +462,7 @@ class TrainerEngine:
     def _after(self, work: Work, outcome: Outcome) -> None:
         """Save the run: at once after a load, else when that is due."""
         message, run = work.message, work.run
-        if run.adapter is None or not self._residents.holds(run) or run.applied != work.seq_id:
+        if run.trained is None or not self._residents.holds(run) or run.applied != work.seq_id:
             return
         loaded = isinstance(message, LoadWeights) or (isinstance(message, CreateModel) and bool(message.checkpoint_dir))
         if loaded and outcome.error is None:

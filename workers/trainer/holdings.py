@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from openrl.tasks.errors import OpenRLError, StoreUnavailable
 from openrl.tasks.journal import Journal, Slice
 from openrl.tasks.ownership import Lease
+from openrl.timeslice.errors import NotGranted
+from openrl.workers.model.accelerator import Accelerator
 from openrl.workers.trainer.recovery import Recovery
 from openrl.workers.trainer.residents import Key, Residents
 from openrl.workers.trainer.runs import Run
@@ -29,13 +31,21 @@ class Holdings:
     """The runs of one base model here. Its methods are for one thread, the engine's, but `knows`."""
 
     def __init__(
-        self, *, slug: str, journal: Journal, recovery: Recovery, snapshots: Snapshots, settings: TrainerSettings
+        self,
+        *,
+        slug: str,
+        journal: Journal,
+        recovery: Recovery,
+        snapshots: Snapshots,
+        settings: TrainerSettings,
+        accelerator: Accelerator,
     ) -> None:
         self._slug = slug
         self._journal = journal
         self._recovery = recovery
         self._snapshots = snapshots
         self._settings = settings
+        self._accelerator = accelerator
         self.residents = Residents(settings)
         self._offered: dict[Key, int] = {}
         """The last operation that the journal has offered of each run that is resident here."""
@@ -81,8 +91,15 @@ class Holdings:
     # saving
 
     def save_if_due(self, run: Run, lease: Lease) -> None:
-        """Have a recovery snapshot written beside, when enough has built up and no gradient is pending."""
-        if run.gradient is None and self.residents.snapshot_due(run) and self._snapshots.begin(run, lease):
+        """Have a recovery snapshot written beside, when enough has built up and no gradient is pending.
+
+        That of a full run is written at once: a copy of it would take as much memory again.
+        """
+        if run.gradient is not None or not self.residents.snapshot_due(run):
+            return
+        if run.is_full:
+            self.save(run, lease)
+        elif self._snapshots.begin(run, lease):
             self.residents.note_saved(run)
 
     def save(self, run: Run, lease: Lease) -> bool:
@@ -118,9 +135,18 @@ class Holdings:
 
     def _hand_back(self, run: Run, lease: Lease) -> None:
         self._snapshots.settle(run.key)
-        if not run.changed or self.save(run, lease):
+        if not run.changed or self._save_in_turn(run, lease):
             self._journal.release(lease, run.tenant, run.run_id, run.token)
         self.drop(run.key)
+
+    def _save_in_turn(self, run: Run, lease: Lease) -> bool:
+        """Save a run that may be parked. False: as `save` says, or no turn was granted in time for that."""
+        try:
+            with self._accelerator.turn(patience_s=self._settings.stop_s / 2):
+                return self.save(run, lease)
+        except NotGranted as waited:
+            log.warning("no recovery snapshot of run %s: %s", run.run_id, waited)
+            return False
 
     def _make_room(self, waiting: set[Key], lease: Lease) -> None:
         for run in self.residents.surplus(waiting):

@@ -9,7 +9,7 @@ cost twice as much. After Loshchilov and Hutter 2019, "Decoupled Weight Decay Re
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,9 @@ from torch.optim.adamw import adamw
 
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.messages import OptimStep
+
+PIECE = 16 << 20
+"""Values that a step over many works on at once: 64 MB each of parameters, gradients and both moments."""
 
 
 @dataclass(slots=True)
@@ -31,6 +34,8 @@ class Moments:
 
 def is_finite(tensors: Sequence[Tensor]) -> bool:
     """Tell whether no value is NaN or infinite."""
+    if sum(tensor.numel() for tensor in tensors) > PIECE:  # too much to copy
+        return all(_all_finite(tensor) for tensor in tensors if tensor.numel())
     return not tensors or _all_finite(_flat(tensors))
 
 
@@ -91,6 +96,77 @@ def adamw_step(
     torch._foreach_add_(list(parameters), updates)
     moments.exp_avg, moments.exp_avg_sq = _cut(avg_N, parameters), _cut(avg_sq_N, parameters)
     moments.step += 1
+    return _metrics(grad_norm, update_norm, moments, hyper, is_clipped=is_clipped)
+
+
+@torch.no_grad()
+def adamw_step_in_pieces(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    moments: Moments,
+    hyper: OptimStep,
+    *,
+    offloads: bool = False,
+    piece: int = PIECE,
+) -> dict[str, float]:
+    """Do as `adamw_step`, for parameters that are too many to be copied: a piece of `piece` values at a time.
+
+    Each piece is computed twice: first all of them to see that the step is finite, then to take it. `offloads`:
+    moments lie in host memory, and pass by the parameters' device piece by piece. The same `piece` gives the same bits.
+
+    Raises:
+        InvalidRequest: the gradient or the step isn't finite; nothing was changed.
+    """
+    grad_norm = math.hypot(*(_norm(part) for tensor in gradients for part in tensor.reshape(-1).split(piece)))
+    if not math.isfinite(grad_norm):
+        raise InvalidRequest(f"the gradient norm is not finite ({grad_norm}); the step was refused")
+    is_clipped = 0.0 < hyper.grad_clip_norm < grad_norm
+    clip = hyper.grad_clip_norm / grad_norm if is_clipped else 1.0
+    given = moments
+    if not moments.exp_avg:
+        both = [[_empty(tensor, offloads) for tensor in parameters] for _ in range(2)]
+        given = Moments(exp_avg=both[0], exp_avg_sq=both[1])
+    squares, all_finite = [], True
+    for writes in (False, True):
+        for old_N, grad_N, avg_N, avg_sq_N in _pieces(parameters, gradients, given, piece):
+            near = [each.to(old_N.device, copy=True) for each in (avg_N, avg_sq_N)]
+            new_N = _stepped([old_N], grad_N * clip, near[0], near[1], moments.step, hyper)
+            if not writes:
+                squares.append(_norm(new_N - old_N))
+                all_finite &= _all_finite(near[1])
+                continue
+            old_N.copy_(new_N)
+            avg_N.copy_(near[0])
+            avg_sq_N.copy_(near[1])
+        update_norm = math.hypot(*squares)
+        if not math.isfinite(update_norm) or not all_finite:
+            raise InvalidRequest(
+                f"the step is not finite (update norm {update_norm}, gradient norm {grad_norm}, "
+                f"learning_rate {hyper.learning_rate}); it was refused"
+            )
+    moments.exp_avg, moments.exp_avg_sq = given.exp_avg, given.exp_avg_sq
+    moments.step += 1
+    return _metrics(grad_norm, update_norm, moments, hyper, is_clipped=is_clipped)
+
+
+def _pieces(
+    parameters: Sequence[Tensor], gradients: Sequence[Tensor], moments: Moments, piece: int
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yield parts of each parameter with its gradient and both moments, as views of what they are parts of."""
+    for together in zip(parameters, gradients, moments.exp_avg, moments.exp_avg_sq, strict=True):
+        yield from zip(*(tensor.reshape(-1).split(piece) for tensor in together), strict=True)
+
+
+def _empty(like: Tensor, offloads: bool) -> Tensor:
+    """Return a moment before the first step: pinned host memory where it is offloaded from a GPU."""
+    if not offloads:
+        return torch.zeros_like(like, requires_grad=False)
+    return torch.zeros(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+
+
+def _metrics(
+    grad_norm: float, update_norm: float, moments: Moments, hyper: OptimStep, *, is_clipped: bool
+) -> dict[str, float]:
     return {
         "grad_norm": grad_norm,
         "clipped": float(is_clipped),

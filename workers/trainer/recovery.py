@@ -19,6 +19,7 @@ from openrl.tasks.messages import CreateModel, ForwardBackward, LoadWeights, Opt
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.trainer import states
 from openrl.workers.trainer.device import Device
+from openrl.workers.trainer.full import FullTuning
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.work import Work
 from openrl.workers.weights import layout
@@ -37,9 +38,17 @@ class Recovery:
     """Rebuilds runs of one base model."""
 
     def __init__(
-        self, loaded: LoadedModel, device: Device, journal: Journal, *, base_model: str, data_dir: Path
+        self,
+        loaded: LoadedModel,
+        device: Device,
+        journal: Journal,
+        *,
+        base_model: str,
+        data_dir: Path,
+        full: FullTuning | None = None,
     ) -> None:
-        self._loaded = loaded
+        """Rebuild LoRA runs; with `full` the one run that trains all weights."""
+        self._loaded, self._full = loaded, full
         self._device = device
         self._journal = journal
         self._base_model = base_model
@@ -61,7 +70,7 @@ class Recovery:
             run.applied = operation.seq_id
         if run.applied != applied:
             raise RecoveryFailed(f"run {run_id!r} can be rebuilt to operation {run.applied} only, not to {applied}")
-        self._device.arena.admit([run])
+        self._device.residency.admit([run])
         reach("trainer.restored")
         log.info(
             "rebuilt run %s: snapshot read in %.0f ms, %d operations repeated in %.0f ms, now at %d",
@@ -77,12 +86,13 @@ class Recovery:
         directory, run.applied = found
         try:
             path = layout.existing(self._data_dir, directory)
-            state = states.read(path, self._loaded, base_model=self._base_model, with_optimizer=True)
+            state = states.read(path, self._loaded, base_model=self._base_model, with_optimizer=True, full=self._full)
         except StoreUnavailable:
             raise
         except (OpenRLError, OSError) as error:
             raise RecoveryFailed(f"snapshot {directory!r} of run {run_id!r} can't be read: {error}") from error
-        run.adapter, run.moments, run.gradient = state.adapter, state.moments, state.gradient
+        run.adopt(state.trained)
+        run.moments, run.gradient = state.moments, state.gradient
         run.train_attn, run.train_mlp = state.manifest.train_attn, state.manifest.train_mlp
         run.train_unembed, run.seed = state.manifest.train_unembed, state.manifest.seed
         run.void = str(state.manifest.extra["void"])

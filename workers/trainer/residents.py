@@ -37,7 +37,7 @@ class Residents:
         self._residents: dict[Key, Resident] = {}
 
     def __iter__(self) -> Iterator[Run]:
-        return iter([resident.run for resident in self._residents.values()])
+        return iter([resident.run for resident in list(self._residents.values())])
 
     def __len__(self) -> int:
         return len(self._residents)

@@ -15,7 +15,8 @@ from torch import Tensor
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.messages import OptimStep
 from openrl.workers.model.lora import Adapter
-from openrl.workers.trainer.optimizer import Moments, adamw_step
+from openrl.workers.trainer.full import Masters
+from openrl.workers.trainer.optimizer import Moments, adamw_step, adamw_step_in_pieces
 
 _SHOWN = 200
 """How much of a failure's text is told again."""
@@ -23,7 +24,7 @@ _SHOWN = 200
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Run:
-    """One LoRA run. Its identity is the object itself: a run that is rebuilt is another object."""
+    """One run, LoRA or full. Its identity is the object itself: a run that is rebuilt is another object."""
 
     tenant: str
     run_id: str
@@ -31,7 +32,7 @@ class Run:
     """The fencing token of the claim under which this process serves it."""
     applied: int = -1
     """The last operation that took effect here."""
-    adapter: Adapter | None = None
+    trained: Adapter | Masters | None = None
     """None before the run was created, and for ever if that failed."""
     failure: str = ""
     """Why the run could not be created."""
@@ -50,53 +51,93 @@ class Run:
     """How long its last recovery snapshot took, in seconds."""
 
     @property
+    def adapter(self) -> Adapter | None:
+        """What a LoRA run trains; None for a full one, and before the run was created."""
+        return None if isinstance(self.trained, Masters) else self.trained
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all weights are trained, not an adapter."""
+        return isinstance(self.trained, Masters)
+
+    @property
     def key(self) -> tuple[str, str]:
         """Tenant and run: unique in the service."""
         return self.tenant, self.run_id
 
     @property
     def size_bytes(self) -> int:
-        """Memory of adapter, moments and gradient."""
+        """Memory of parameters, moments and gradient."""
         return sum(tensor.nbytes for group in self.tensors() for tensor in group)
 
     def tensors(self) -> list[list[Tensor]]:
         """Return parameters, both moments and gradient, in the order of the parameters; [] for what isn't there."""
-        parameters = self.adapter.parameters() if self.adapter is not None else []
+        parameters = self.trained.parameters() if self.trained is not None else []
         return [parameters, self.moments.exp_avg, self.moments.exp_avg_sq, self.gradient or []]
 
     def lie_on(self, groups: Sequence[list[Tensor]]) -> None:
         """Take other tensors, of the same values, in place of those that `tensors` returns."""
         parameters, exp_avg, exp_avg_sq, gradient = groups
-        if self.adapter is not None:
+        if isinstance(self.trained, Masters):
+            self.trained = replace(self.trained, weights=dict(zip(self.trained.weights, parameters, strict=True)))
+        elif self.trained is not None:
             factors = iter(parameters)
-            for name in self.adapter.weights:
-                self.adapter.weights[name] = (next(factors), next(factors))
+            for name in self.trained.weights:
+                self.trained.weights[name] = (next(factors), next(factors))
         self.moments.exp_avg, self.moments.exp_avg_sq = exp_avg, exp_avg_sq
         self.gradient = gradient or None
 
-    def copy(self) -> Run:
-        """Return the run as it is now, on tensors of its own: what it does next doesn't show there."""
-        adapter, moments, gradient = self.adapter, self.moments, self.gradient
-        if adapter is not None:
-            factors = {name: (_copied(a), _copied(b)) for name, (a, b) in adapter.weights.items()}
-            adapter = replace(adapter, weights=factors)
+    def copy(self, *, in_host: bool = False) -> Run:
+        """Return the run as it is now, on tensors of its own: what it does next doesn't show there.
+
+        `in_host`: they lie in host memory, whatever the device is.
+        """
+
+        def copied(tensor: Tensor) -> Tensor:
+            return tensor.detach().to("cpu", copy=True) if in_host else tensor.detach().clone()
+
+        trained, moments, gradient = self.trained, self.moments, self.gradient
+        if isinstance(trained, Masters):
+            trained = replace(trained, weights={name: copied(tensor) for name, tensor in trained.weights.items()})
+        elif trained is not None:
+            factors = {name: (copied(a), copied(b)) for name, (a, b) in trained.weights.items()}
+            trained = replace(trained, weights=factors)
         moments = Moments(
-            exp_avg=[_copied(tensor) for tensor in moments.exp_avg],
-            exp_avg_sq=[_copied(tensor) for tensor in moments.exp_avg_sq],
+            exp_avg=[copied(tensor) for tensor in moments.exp_avg],
+            exp_avg_sq=[copied(tensor) for tensor in moments.exp_avg_sq],
             step=moments.step,
         )
-        gradient = gradient and [_copied(tensor) for tensor in gradient]
-        return replace(self, adapter=adapter, moments=moments, gradient=gradient)
+        gradient = gradient and [copied(tensor) for tensor in gradient]
+        return replace(self, trained=trained, moments=moments, gradient=gradient)
 
-    def weights(self) -> Adapter:
-        """Return the adapter.
+    def adopt(self, trained: Adapter | Masters) -> None:
+        """Train these parameters from now on. Those of all weights are what the model in memory becomes."""
+        self.trained = trained.adopted() if isinstance(trained, Masters) else trained
+
+    def weights(self) -> Adapter | Masters:
+        """Return what is trained.
 
         Raises:
             InvalidRequest: the run was never created.
         """
-        if self.adapter is None:
+        if self.trained is None:
             raise InvalidRequest(f"run {self.run_id!r} could not be created ({self.failure}); create another one")
-        return self.adapter
+        return self.trained
+
+    def leaves(self) -> list[Tensor]:
+        """Return the tensors that the gradients of a forward are asked of."""
+        trained = self.weights()
+        return trained.leaves() if isinstance(trained, Masters) else trained.parameters()
+
+    def gradients(self, of_leaves: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return gradients of the leaves as float32 ones of the parameters, in their order; None counts as 0."""
+        trained = self.weights()
+        if isinstance(trained, Masters):
+            return trained.gradients(of_leaves)
+        parameters = trained.parameters()
+        return [
+            torch.zeros_like(one) if grad is None else grad for one, grad in zip(parameters, of_leaves, strict=True)
+        ]
 
     def accumulate(self, gradient: Sequence[Tensor]) -> None:
         """Add a finite gradient, in the order of the parameters. A void sum stays void."""
@@ -126,7 +167,7 @@ class Run:
         Raises:
             InvalidRequest: nothing was accumulated, the gradient is void or not finite; no weight changed.
         """
-        adapter, gradient, void = self.weights(), self.gradient, self.void
+        trained, gradient, void = self.weights(), self.gradient, self.void
         self.drop_gradient()
         if void:
             raise InvalidRequest(
@@ -135,8 +176,10 @@ class Run:
             )
         if gradient is None:
             raise InvalidRequest("no step was taken: nothing was accumulated; send a forward_backward first")
-        return adamw_step(adapter.parameters(), gradient, self.moments, hyper)
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
+        if not isinstance(trained, Masters):
+            return adamw_step(trained.parameters(), gradient, self.moments, hyper)
+        metrics = adamw_step_in_pieces(
+            trained.parameters(), gradient, self.moments, hyper, offloads=trained.tuning.offloads
+        )
+        trained.install()
+        return metrics

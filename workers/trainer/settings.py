@@ -10,7 +10,14 @@ from typing import Self
 PREFIX = "OPENRL_TRAINER_"
 
 _MAY_BE_0 = ("torch_threads", "token_budget", "runs_per_pass", "device_runs", "device_bytes")
-_WORDS = {"gradient_checkpointing": ("auto", "on", "off"), "entropy": ("on", "off")}
+_TYPES = ("auto", "float32", "bfloat16")
+_WORDS = {
+    "gradient_checkpointing": ("auto", "on", "off"),
+    "entropy": ("on", "off"),
+    "moments": ("device", "host"),
+    "compute_dtype": _TYPES,
+    "publish_dtype": _TYPES,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +66,18 @@ class TrainerSettings:
     entropy: str = "off"
     """`on`: the metrics of a forward have `entropy:sum`, of what its active tokens are predicted from. No pass more,
     but one walk more over each chunk of logits."""
+
+    moments: str = "device"
+    """Full fine-tuning: where AdamW's moments lie. `host`: in host memory (page-locked beside a GPU); a step then takes
+    them to the device piece by piece, and 8 bytes a parameter less lie there. No effect on LoRA runs."""
+
+    compute_dtype: str = "auto"
+    """Full fine-tuning: the type that the model computes in, beside float32 masters. `auto`: bfloat16 on a GPU, float32
+    on a CPU. No effect on LoRA runs."""
+
+    publish_dtype: str = "auto"
+    """Full fine-tuning: the type of versions for samplers. `auto`: the one that each tensor of the base model has on
+    disk. In float32 nearly all values change with each step, so that nothing is saved by sending changes alone."""
 
     snapshot_operations: int = 256
     """A recovery snapshot follows after this many operations, once no gradient is pending: bounds what a takeover

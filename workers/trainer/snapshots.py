@@ -29,14 +29,25 @@ class Snapshots:
     """Writes the snapshots of runs of one base model. Its methods are for one thread, the engine's."""
 
     def __init__(
-        self, loaded: LoadedModel, journal: Journal, *, base_model: str, data_dir: Path, at_once: int = 1
+        self,
+        loaded: LoadedModel,
+        journal: Journal,
+        *,
+        base_model: str,
+        data_dir: Path,
+        at_once: int = 1,
+        in_host: bool = False,
     ) -> None:
-        """`at_once`: how many may be written beside the engine; each holds a copy of adapter and moments."""
+        """`at_once`: how many may be written beside the engine; each holds a copy of adapter and moments.
+
+        `in_host`: the copies lie in host memory, since the device may be another's before they are written.
+        """
         self._loaded = loaded
         self._journal = journal
         self._base_model = base_model
         self._data_dir = data_dir
         self._at_once = at_once
+        self._in_host = in_host
         self._writers: dict[Key, threading.Thread] = {}
 
     def write(self, run: Run, lease: Lease) -> None:
@@ -62,7 +73,7 @@ class Snapshots:
             return False
         began = time.monotonic()
         try:
-            copy = run.copy()
+            copy = run.copy(in_host=self._in_host)
             self._writers[run.key] = writer = threading.Thread(
                 target=self._beside, args=(run, copy, lease, began), name="trainer-snapshot", daemon=True
             )

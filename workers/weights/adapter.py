@@ -35,8 +35,6 @@ __all__ = ["ALPHA", "Adapter", "Base", "load_adapter", "load_tensors", "publish"
 ALPHA = 32.0
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
-GRADIENTS_FILE = "gradients.safetensors"
 _PREFIX = "base_model.model."
 _FACTORS = ("lora_A", "lora_B")
 # Options of PEFT that change what an adapter computes, with the values under which it is a plain LoRA.
@@ -195,13 +193,16 @@ def load_adapter(directory: Path, base: Base, *, trainable: bool = False) -> Ada
     return Adapter(rank=rank, alpha=alpha, weights=weights).to(base.device).requires_grad_(trainable)
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write float32 tensors to one safetensors file (adapter, moments or gradients).
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], *, dtypes: Mapping[str, torch.dtype] | None = None) -> None:
+    """Write float32 tensors to one safetensors file (adapter, moments, gradients, masters); `dtypes`: in these types.
 
     Raises:
         OSError: the disk refused, and why.
     """
-    ready = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in tensors.items()}
+    ready = {
+        name: tensor.detach().to("cpu", dtypes[name] if dtypes else torch.float32).contiguous()
+        for name, tensor in tensors.items()
+    }
     try:
         save_file(ready, path, metadata={"format": "pt"})
     except SafetensorError as error:  # which hides an OSError in its text

@@ -21,7 +21,7 @@ from openrl.workers.weights.planes import Change, Piece
 from openrl.workers.weights.specs import Spec
 
 FILENAME = "delta.bin"
-MAGIC = b"OPENRLD1"
+MAGIC = b"OPENRLD2"
 
 
 class DeltaWriter(AbstractContextManager["DeltaWriter"]):
@@ -84,8 +84,8 @@ class Delta:
             )
         return cls(link, data)
 
-    def change(self, name: str, number: int, dtype: np.dtype) -> Change | None:
-        """Decode what happens to one block of a tensor; None where nothing does.
+    def change(self, name: str, number: int, dtype: np.dtype, *, back: bool = False) -> Change | None:
+        """Decode what happens to one block of a tensor, or with `back` what undoes it; None where nothing does.
 
         Raises:
             InvalidRequest: the frames are no change of such a block.
@@ -98,7 +98,8 @@ class Delta:
         for length in block.lengths:
             frames.append(self._data[start : start + length])
             start += length
-        return planes.decode(block.form, block.count, frames, size=tensor.spec.block_sizes[number], dtype=dtype)
+        size = tensor.spec.block_sizes[number]
+        return planes.decode(block.form, block.count, frames, size=size, dtype=dtype, back=back)
 
 
 def names(tensors: Mapping[str, Spec]) -> list[str]:

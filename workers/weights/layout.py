@@ -117,6 +117,16 @@ def title(relative: str) -> str:
     return repr(f"tinker://{run_id}/{segment}/{name}")
 
 
+def version_id(relative: str, digest: str = "") -> str:
+    """What an answer says of the version in the directory `relative` that drew it, with the digest of a full one.
+
+    No other version of any run ever has the same.
+    """
+    parts = relative.split("/")
+    name = "/".join([parts[3].replace("_", ":"), *parts[4:]]) if len(parts) == 6 else relative
+    return f"{name}@{digest[:16]}" if digest else name
+
+
 def staging(final: Path) -> Path:
     """Make an empty directory beside `final`, to be filled and then published (or removed) under that name."""
     final.parent.mkdir(parents=True, exist_ok=True)

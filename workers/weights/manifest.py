@@ -15,6 +15,10 @@ from openrl.tasks.errors import InvalidRequest, OtherVersion
 from openrl.tasks.schema import MANIFEST
 
 FILENAME = "manifest.json"
+OPTIMIZER_FILE = "optimizer.safetensors"
+GRADIENTS_FILE = "gradients.safetensors"
+STATE_FILES = (FILENAME, OPTIMIZER_FILE, GRADIENTS_FILE)
+"""What a directory holds beside what stock readers load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,8 @@ class Manifest:
     seed: int | None = None
     """What A was drawn from; None when nobody recorded it."""
     has_optimizer: bool = False
+    fine_tuning: str = "lora"
+    """`lora`: an adapter; `full`: all weights, as a model's directory. `rank` is 0 then, and there are no targets."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What its writer alone reads back (JSON values)."""
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

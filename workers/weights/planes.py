@@ -1,8 +1,10 @@
 """The codec: what changed in one block of a tensor, as a few compressed byte planes, and back.
 
-A change is old XOR new, so that it is its own inverse: it leads from the older block to the newer one and back again.
-XORed values are split into byte planes, because a small step changes the low bits of few numbers: the high planes are
-nearly all zero. Where the values belong is said in one of three ways, whichever is smallest:
+A change is new minus old, both taken as unsigned integers that wrap around: added it leads from the older block to
+the newer one, subtracted back again, bit by bit. A small step moves most numbers by one place in their last bit, which
+as a difference is 1 or -1, whatever carries; as XOR it would be any of 1, 3, 7 ... Differences are folded (0, -1, 1,
+-2 ... become 0, 1, 2, 3 ...) and split into byte planes: the high ones are nearly all zero. Where they belong is said
+in one of three ways, whichever is smallest:
 
 - `gaps`: for each changed element the number of unchanged ones before it, as bytes; 255 means 255 of them and more to
   come. Positions therefore grow by construction, and their bytes are bounded by the block.
@@ -54,10 +56,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A decoded change: XORed values, and the positions (int64, ascending) that they belong to; None means all."""
+    """A decoded change: what to add, and the positions (int64, ascending) that it belongs to; None means all."""
 
     positions: NDArray[np.int64] | None
     values: Words
+
+    @property
+    def size_bytes(self) -> int:
+        """In memory."""
+        return self.values.nbytes + (0 if self.positions is None else self.positions.nbytes)
 
 
 SAME = Piece("same", 0)
@@ -75,8 +82,10 @@ def encode(old: Words, new: Words, *, advance: bool = False) -> tuple[Piece, byt
     return _smallest(positions, values, len(new)), digest.digest()
 
 
-def decode(form: str, count: int, frames: Sequence[bytes | memoryview], *, size: int, dtype: np.dtype) -> Change:
-    """Read the change of a block of `size` elements.
+def decode(
+    form: str, count: int, frames: Sequence[bytes | memoryview], *, size: int, dtype: np.dtype, back: bool = False
+) -> Change:
+    """Read the change of a block of `size` elements; with `back`, what leads from the newer block to the older one.
 
     Raises:
         InvalidRequest: it isn't the change of such a block; nothing larger than the block was allocated.
@@ -88,8 +97,8 @@ def decode(form: str, count: int, frames: Sequence[bytes | memoryview], *, size:
         every = _joined(frames, size, dtype)
         if np.count_nonzero(every) != count:
             raise InvalidRequest(f"a dense block changes {np.count_nonzero(every)} elements; its header says {count}")
-        return Change(None, every)
-    values = _joined(frames[1:], count, dtype)
+        return Change(None, _unfolded(every, back=back))
+    values = _unfolded(_joined(frames[1:], count, dtype), back=back)
     positions = _from_gaps(frames[0], count, size) if form == "gaps" else _from_bitmask(frames[0], count, size)
     return Change(positions, values)
 
@@ -112,26 +121,27 @@ def check(form: object, count: object, num_frames: int, *, size: int, width: int
 def patch(words: Words, change: Change, *, start: int = 0) -> None:
     """Apply a change in place to the elements of a block from `start` on, which `words` holds."""
     if change.positions is None:
-        words ^= change.values[start : start + len(words)]
+        words += change.values[start : start + len(words)]
         return
     first, last = np.searchsorted(change.positions, (start, start + len(words)))
     here = change.positions[first:last]
     if start:
         here = here - start
-    words[here] ^= change.values[first:last]
+    words[here] += change.values[first:last]
 
 
 def _compare(
     old: Words, new: Words, start: int, digest: Hasher, advance: bool
 ) -> tuple[NDArray[np.int64], Words] | None:
-    """Positions and XOR of what differs in one chunk; words of 8 bytes are looked at first, since most are equal."""
+    """Positions and differences in one chunk; words of 8 bytes are looked at first, since most are zero."""
     before, after = old[start : start + CHUNK], new[start : start + CHUNK]
     digest.update(after.data)
-    per_word = 8 // new.itemsize
-    xor = scratch(-(-len(after) // per_word) * per_word, new.dtype)
-    xor[len(after) :] = 0
-    np.bitwise_xor(before, after, out=xor[: len(after)])
-    eights = xor.view(np.uint64)
+    shift = 3 - new.itemsize.bit_length() + 1  # of 8 bytes to elements: a power of two, since division takes long
+    per_word = 1 << shift
+    change = scratch(-(-len(after) // per_word) * per_word, new.dtype)
+    change[len(after) :] = 0
+    np.subtract(after, before, out=change[: len(after)])
+    eights = change.view(np.uint64)
     words = np.flatnonzero(eights != 0)
     if not len(words):
         return None
@@ -139,7 +149,10 @@ def _compare(
         np.copyto(before, after)
     candidates = eights[words].view(new.dtype)
     hits = np.flatnonzero(candidates != 0)
-    return words[hits // per_word] * per_word + hits % per_word + start, candidates[hits]
+    positions = words[hits >> shift] << shift
+    positions += hits & (per_word - 1)
+    positions += start
+    return positions, candidates[hits]
 
 
 def _smallest(positions: NDArray[np.int64], values: Words, size: int) -> Piece:
@@ -147,15 +160,15 @@ def _smallest(positions: NDArray[np.int64], values: Words, size: int) -> Piece:
     density = len(positions) / size
     tried = []
     if density <= _GAPS_BELOW:
-        tried.append(Piece("gaps", len(values), (_packed(_gaps(positions)), *_planes(values))))
+        tried.append(Piece("gaps", len(values), (_packed(_gaps(positions)), *_planes(_folded(values)))))
     if density >= _BITMASK_ABOVE:
         mask = np.zeros(size, np.bool_)
         mask[positions] = True
-        planes = tried[0].frames[1:] if tried else _planes(values)
+        planes = tried[0].frames[1:] if tried else _planes(_folded(values))
         tried.append(Piece("bitmask", len(values), (_packed(np.packbits(mask, bitorder="little")), *planes)))
     if density >= _DENSE_ABOVE:
         every = np.zeros(size, values.dtype)
-        every[positions] = values
+        every[positions] = _folded(values)
         tried.append(Piece("dense", len(values), _planes(every)))
     return min(tried, key=lambda piece: piece.size_bytes)
 
@@ -164,10 +177,13 @@ def _gaps(positions: NDArray[np.int64]) -> NDArray[np.uint8]:
     gaps = np.diff(positions, prepend=-1) - 1
     if gaps.max() < _MORE:
         return gaps.astype(np.uint8)
-    more, last = np.divmod(gaps, _MORE)
-    ends = np.cumsum(more + 1) - 1
+    large = np.flatnonzero(gaps >= _MORE)
+    more, gaps[large] = np.divmod(gaps[large], _MORE)
+    steps = np.ones(len(gaps), np.int64)
+    steps[large] += more
+    ends = np.cumsum(steps) - 1
     encoded = np.full(ends[-1] + 1, _MORE, np.uint8)
-    encoded[ends] = last
+    encoded[ends] = gaps
     return encoded
 
 
@@ -176,7 +192,9 @@ def _from_gaps(frame: bytes | memoryview, count: int, size: int) -> NDArray[np.i
     ends = np.flatnonzero(encoded != _MORE)
     if len(ends) != count or encoded[-1] == _MORE:
         raise InvalidRequest(f"a block's gaps name {len(ends)} elements; its header says {count}")
-    positions: NDArray[np.int64] = np.cumsum(encoded, dtype=np.int64)[ends] + np.arange(count)
+    sums: NDArray[np.int64] = np.cumsum(encoded, dtype=np.int64)
+    positions = sums if len(encoded) == count else sums[ends]
+    positions += np.arange(count)
     if positions[-1] >= size:
         raise InvalidRequest(f"a block's gaps lead to element {positions[-1]}; the block has {size}")
     return positions
@@ -191,6 +209,22 @@ def _from_bitmask(frame: bytes | memoryview, count: int, size: int) -> NDArray[n
     return positions
 
 
+def _folded(values: Words) -> Words:
+    """Small differences of either sign become small numbers."""
+    one = values.dtype.type(1)
+    folded: Words = (values << one) ^ (values.dtype.type(0) - (values >> values.dtype.type(8 * values.itemsize - 1)))
+    return folded
+
+
+def _unfolded(values: Words, *, back: bool) -> Words:
+    """What `_folded` was given; with `back`, its negative."""
+    one = values.dtype.type(1)
+    sign = values & one
+    np.negative(sign, out=sign)
+    plain: Words = (values >> one) ^ sign
+    return np.negative(plain) if back else plain
+
+
 def _planes(values: Words) -> tuple[bytes, ...]:
     bytes_by_value = values.view(np.uint8).reshape(-1, values.itemsize)
     return tuple(_packed(np.ascontiguousarray(bytes_by_value[:, plane])) for plane in range(values.itemsize))
@@ -199,6 +233,11 @@ def _planes(values: Words) -> tuple[bytes, ...]:
 def _joined(frames: Sequence[bytes | memoryview], count: int, dtype: np.dtype) -> Words:
     if len(frames) == 1:
         return _unpacked(frames[0], at_least=count, at_most=count).view(dtype)
+    if len(frames) == 2:
+        low, high = (_unpacked(frame, at_least=count, at_most=count).astype(dtype) for frame in frames)
+        high <<= dtype.type(8)
+        low |= high
+        return low
     bytes_by_value = np.empty((count, dtype.itemsize), np.uint8)
     for plane, frame in enumerate(frames):
         bytes_by_value[:, plane] = _unpacked(frame, at_least=count, at_most=count)

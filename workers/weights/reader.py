@@ -20,13 +20,16 @@ from openrl.workers.weights.anchor import Anchor
 from openrl.workers.weights.chain import Route, routes
 from openrl.workers.weights.delta import Delta
 from openrl.workers.weights.digests import Hasher, block_digest, tensor_digest
-from openrl.workers.weights.lanes import THREADS, in_order
+from openrl.workers.weights.lanes import THREADS, fitting, in_order
 from openrl.workers.weights.links import Link
 from openrl.workers.weights.planes import CHUNK, Change
 from openrl.workers.weights.resident import Resident
 from openrl.workers.weights.specs import BLOCK, Words, differences
 
 log = logging.getLogger(__name__)
+
+KEPT_BYTES = 1 << 30
+"""Memory for decoded changes between `prepare` and `apply`: ten bytes for each bfloat16 weight that changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +50,17 @@ class Switch:
         self.target, self.route = target, route
         self._resident, self._deltas, self._anchor = resident, deltas, anchor
         self._start = resident.at
+        self._kept: dict[tuple[str, int], list[Change]] = {}
+        """Changes as they were verified, so that the pause needn't decode them again; as many as fit `KEPT_BYTES`."""
+        self._room = KEPT_BYTES
 
     def __enter__(self) -> "Switch":
         """Use it once."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the files back."""
+        """Give the files and the memory back."""
+        self._kept.clear()
         if self._anchor is not None:
             self._anchor.close()
 
@@ -94,6 +101,12 @@ class Switch:
             InvalidRequest: one differs; it is named.
         """
         names = sorted(self.target.tensors)
+        specs = self.target.specs.values()
+        threads = fitting(
+            threads,
+            num_elements=sum(spec.num_elements for spec in specs),
+            num_blocks=sum(spec.num_blocks for spec in specs),
+        )
         self._check(names, in_order(self._foreseen, _blocks(self._resident, names), threads=threads))
 
     def _check(self, names: Iterable[str], digests: Generator[bytes, None, None]) -> None:
@@ -108,6 +121,7 @@ class Switch:
     def _foreseen(self, block: _Block) -> bytes:
         """Digest a block as it will be, chunk by chunk, in memory that stays in a core's cache."""
         changes, digest = self._changes(block), Hasher()
+        self._keep(block, changes)
         for start in range(0, len(block.words), CHUNK):
             now = block.words[start : start + CHUNK]
             chunk = planes.scratch(len(now), now.dtype)
@@ -128,8 +142,19 @@ class Switch:
             planes.patch(block.words, change)
         return block_digest(block.words)
 
+    def _keep(self, block: _Block, changes: list[Change]) -> None:
+        size = sum(change.size_bytes for change in changes)
+        if size <= self._room:  # threads may pass it by a block each
+            self._room -= size
+            self._kept[block.name, block.number] = changes
+
     def _changes(self, block: _Block) -> list[Change]:
-        found = (each.change(block.name, block.number, block.words.dtype) for each in self._deltas)
+        if (kept := self._kept.get((block.name, block.number))) is not None:
+            return kept
+        found = (
+            delta.change(block.name, block.number, block.words.dtype, back=not hop.is_forward)
+            for delta, hop in zip(self._deltas, self.route.hops, strict=True)
+        )
         return [change for change in found if change is not None]
 
 

@@ -1,0 +1,106 @@
+"""A version of a full run stays readable as long as somebody names it: with all that its delta leads on from."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from openrl.scheduler.retention import retain
+from openrl.scheduler.settings import SchedulerSettings
+from openrl.scheduler.sweep import sweep, sweep_dropped
+from openrl.tasks import keys
+from openrl.tasks.journal import Journal, sampler_row
+from openrl.tasks.messages import CreateModel
+from openrl.tasks.registry import Registry, Sampler
+from openrl.tasks.store import Store
+from openrl.workers.weights import layout
+from openrl.workers.weights.publish import Publisher
+from openrl.workers.weights.reader import Reader
+from openrl.workers.weights.resident import Resident
+
+TENANT, BASE, NUM = "t", "tiny", 7
+
+
+@pytest.fixture
+def run_id(store: Store) -> str:
+    session_id = Registry(store).create_session(TENANT).session_id
+    message = CreateModel(base_model=BASE, rank=0, seed=1, fine_tuning="full")
+    return Journal(store).create(TENANT, session_id, 0, message, slug=BASE).run_id
+
+
+@pytest.fixture
+def versions(store: Store, run_id: str) -> list[Sampler]:
+    """Seven versions, each of one sampler: anchors are the first and the fifth."""
+    session_id, made = keys.session_of(run_id), []
+    weights = {"w": torch.zeros(4096)}
+    home = layout.resolve(store.settings.data_dir, layout.ephemeral_dir(TENANT, run_id, 0, 1)).parent
+    home.mkdir(parents=True)
+    publisher = Publisher(home, anchor_every=4)
+    for number in range(NUM):
+        directory = layout.ephemeral_dir(TENANT, run_id, number, 1)
+        weights["w"][number] = number + 1.0
+        link = publisher.publish(directory.rpartition("/")[2], weights, step=number)
+        made.append(
+            Sampler(
+                sampler_id=keys.sampler_id(session_id, number), session_id=session_id, base_model=BASE,
+                slug=keys.pool_slug(BASE, TENANT, run_id), adapter_dir=directory, run_id=run_id,
+                created=float(number), size_bytes=100, weights_digest=link.ident.digest,
+            )
+        )  # fmt: skip
+        for row in sampler_row(TENANT, made[-1]):
+            store.redis.hset(row.key, row.field, row.value)
+    return made
+
+
+def on_disk(store: Store, versions: list[Sampler]) -> str:
+    return "".join(
+        str(number) for number, one in enumerate(versions) if (store.settings.data_dir / one.adapter_dir).is_dir()
+    )
+
+
+def read(store: Store, version: Sampler) -> torch.Tensor:
+    path = store.settings.data_dir / version.adapter_dir
+    resident = Resident({"w": torch.full((4096,), -1.0)})
+    with Reader(path.parent, resident).prepare(path.name, digest=version.weights_digest) as switch:
+        switch.apply()
+    return resident.tensors["w"]
+
+
+def test_what_is_dropped_stays_on_disk_while_a_version_that_is_kept_leads_on_from_it(
+    store: Store, versions: list[Sampler]
+) -> None:
+    assert retain(store, SchedulerSettings(version_last=1, version_ttl_s=1e-3)) == NUM - 1
+    assert sweep_dropped(store, grace_s=-1) == 4
+    assert on_disk(store, versions) == "456", "the last one's way begins at the anchor before it"
+    assert read(store, versions[6])[:8].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 0.0]
+    assert sweep_dropped(store, grace_s=-1) == 0
+
+
+def test_a_chain_goes_with_its_last_version_but_not_what_the_run_published_last(
+    store: Store, versions: list[Sampler], run_id: str
+) -> None:
+    store.redis.hset(keys.run(TENANT, run_id), "last_version", versions[5].adapter_dir)
+    for version in versions:
+        store.redis.delete(keys.sampler(TENANT, version.sampler_id))
+        store.redis.hdel(keys.session_samplers(TENANT, version.session_id), version.sampler_id)
+        store.redis.zadd(keys.DROPPED, {version.adapter_dir: 1.0})
+    sweep_dropped(store, grace_s=-1)
+    assert on_disk(store, versions) == "45"
+    store.redis.hdel(keys.run(TENANT, run_id), "last_version")
+    sweep_dropped(store, grace_s=-1)
+    assert on_disk(store, versions) == ""
+
+
+def test_the_sweep_of_what_nothing_names_leaves_a_chain_whole(store: Store, versions: list[Sampler]) -> None:
+    for version in versions[:3]:
+        store.redis.delete(keys.sampler(TENANT, version.sampler_id))
+        store.redis.hdel(keys.session_samplers(TENANT, version.session_id), version.sampler_id)
+    then = time.time() - 10 * 24 * 3600
+    for path in store.settings.data_dir.rglob("*"):
+        os.utime(path, (then, then))
+    sweep(store, age_s=24 * 3600)
+    assert on_disk(store, versions) == "0123456", "the fourth leads on from the first three"
+    assert read(store, versions[3])[:4].tolist() == [1.0, 2.0, 3.0, 4.0]
