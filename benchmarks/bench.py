@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -49,6 +49,8 @@ class Size:
     smol_datums: int = 16
     longest: int = 256
     samples: int = 64
+    few_samples: int = 16
+    longest_sample: int = 256
     tokens: int = 32
     saves: int = 5
     snapshots: int = 5
@@ -59,11 +61,14 @@ class Size:
 
 
 SMALL = Size(
-    runs=1, pairs=2, steps=1, datums=2, smol_datums=2, longest=24, samples=2, tokens=4, saves=1, snapshots=1,
-    polls=32, windows=1, window_s=1.0, body_datums=10,
+    runs=1, pairs=2, steps=1, datums=2, smol_datums=2, longest=24, samples=2, few_samples=2, longest_sample=8, tokens=4,
+    saves=1, snapshots=1, polls=32, windows=1, window_s=1.0, body_datums=10,
 )  # fmt: skip
 """For a test: everything is called, nothing is measured."""
 SMALL_SETTINGS = {"OPENRL_TRAINER_SNAPSHOT_OPERATIONS": "16"}
+
+SAMPLED = ("sample", "save_to_first_token")
+"""What the names of figures begin with that another engine changes."""
 
 CROWDED, CROWDED_SETTINGS = "heartbeat_p99_ms", {"OPENRL_API_WORKERS": "2"}
 """This figure is asked of a service with two API processes; it has one of its own."""
@@ -104,17 +109,22 @@ class Bench:
             served.append(mean(timed(lambda: step(self.run, data), steps)))
         return compared(name, [tokens / seconds for seconds in served], "tok/s", [tokens / s for s in plain])
 
-    def sample64_tok_s(self) -> Figure:
-        """Many short samples asked for at once, against `generate` on the whole batch."""
-        size = self.size
-        prompts = torch.randint(VOCAB, (size.samples, 16), generator=torch.Generator().manual_seed(2))
+    def sample_tok_s(self, name: str, lengths: Sequence[int]) -> Figure:
+        """One sample of each length asked for at once, against `generate` on the whole batch to the longest."""
+        prompts = torch.randint(VOCAB, (len(lengths), 16), generator=torch.Generator().manual_seed(2))
         sampler = self.run.save_weights_and_get_sampling_client()
-        total = size.samples * size.tokens
+        asked, total = list(zip(prompts.tolist(), lengths, strict=True)), sum(lengths)
         plain, served = self.both(
-            lambda: self.plain.generate(prompts, size.tokens),
-            lambda: check(sample(sampler, prompts.tolist(), size.tokens) == total, "a sample came back short"),
+            lambda: self.plain.generate(prompts, max(lengths)),
+            lambda: check(sample(sampler, asked) == total, "a sample came back short"),
         )
-        return compared("sample64_tok_s", [total / s for s in served], "tok/s", [total / s for s in plain])
+        return compared(name, [total / s for s in served], "tok/s", [total / s for s in plain])
+
+    def sample_ragged(self) -> Figure:
+        """Samples of very different lengths at once: a batch that waits for nobody, against one that does."""
+        lengths = torch.linspace(4, self.size.longest_sample, self.size.few_samples).round().long()
+        order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(3))
+        return self.sample_tok_s("sample_ragged", lengths[order].tolist())
 
     def save_to_first_token_ms(self) -> Figure:
         """From the call that saves weights for sampling to a first token drawn from them."""
@@ -122,7 +132,7 @@ class Bench:
         plain, served = self.both(
             lambda: self.plain.save_and_generate(torch.tensor([prompt])),
             lambda: check(
-                sample(self.run.save_weights_and_get_sampling_client(), [prompt], 1) == 1, "no token was drawn"
+                sample(self.run.save_weights_and_get_sampling_client(), [(prompt, 1)]) == 1, "no token was drawn"
             ),
             times=self.size.saves,
         )
@@ -176,6 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", metavar="FIGURE", help="measure these alone")
     parser.add_argument("--small", action="store_true", help="call everything once on next to nothing: for a test")
+    parser.add_argument("--vllm", metavar="PYTHON", help="measure sampling alone, on the vLLM of this interpreter")
     parser.add_argument("--home", type=Path, default=ROOT / ".demo", help="where SmolLM2 is, or is put")
     args = parser.parse_args()
     size = SMALL if args.small else Size()
@@ -184,7 +195,8 @@ def main() -> None:
     logging.disable_progress_bar()
     torch.set_num_threads(THREADS)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service ends with its `with`
-    wanted = args.only or list(FIGURES)
+    wanted = [name for name in args.only or FIGURES if not args.vllm or name.startswith(SAMPLED)]
+    engine = {"OPENRL_SAMPLER": "vllm", "OPENRL_SAMPLER_PYTHON": args.vllm} if args.vllm else {}
     with tempfile.TemporaryDirectory() as folder:
         models = {TINY: tiny_qwen3(Path(folder) / "tiny")}
         if any(FIGURES[name][0] == SMOL for name in wanted):
@@ -193,26 +205,34 @@ def main() -> None:
         others = [name for name in wanted if name not in crowded]
         for names, settings in ((others, SMALL_SETTINGS if args.small else {}), (crowded, CROWDED_SETTINGS)):
             if names:
-                with service(models, settings) as running:
-                    measure(running, models, size, names)
+                with service(models, settings | engine) as running:
+                    measure(running, models, size, names, suffix="_vllm" if engine else "")
 
 
 FIGURES: dict[str, tuple[str, Callable[[Bench], Figure]]] = {
     "pair_over_plain_ms": (TINY, Bench.pair_over_plain_ms),
     "train_tok_s": (TINY, lambda bench: bench.train_tok_s("train_tok_s", bench.size.datums, steps=bench.size.steps)),
-    "sample64_tok_s": (TINY, Bench.sample64_tok_s),
+    "sample64_tok_s": (
+        TINY,
+        lambda bench: bench.sample_tok_s("sample64_tok_s", [bench.size.tokens] * bench.size.samples),
+    ),
+    "sample_ragged": (TINY, Bench.sample_ragged),
     "save_to_first_token_ms": (TINY, Bench.save_to_first_token_ms),
     "heartbeat_p99_ms": (TINY, Bench.heartbeat_p99_ms),
     "mixed8_tok_s": (TINY, lambda bench: mixed.tok_s(bench, "mixed8_tok_s", times=bench.size.steps)),
     "mixed8_small": (TINY, lambda bench: mixed.small(bench, "mixed8_small")),
     "train_tok_s_smol": (SMOL, lambda bench: bench.train_tok_s("train_tok_s_smol", bench.size.smol_datums, steps=1)),
     "mixed8_tok_s_smol": (SMOL, lambda bench: mixed.tok_s(bench, "mixed8_tok_s_smol", times=1)),
+    "sample16_tok_s_smol": (
+        SMOL,
+        lambda bench: bench.sample_tok_s("sample16_tok_s_smol", [bench.size.tokens] * bench.size.few_samples),
+    ),
     "snapshot_step_ratio": (SMOL, Bench.snapshot_step_ratio),
 }
 
 
-def measure(running: Running, models: dict[str, Path], size: Size, wanted: list[str]) -> None:
-    """Print each figure as soon as it is there."""
+def measure(running: Running, models: dict[str, Path], size: Size, wanted: list[str], *, suffix: str = "") -> None:
+    """Print each figure as soon as it is there, its name with a suffix."""
     bench: Bench | None = None
     served = ""
     for name in wanted:
@@ -221,7 +241,8 @@ def measure(running: Running, models: dict[str, Path], size: Size, wanted: list[
             bench, served = Bench(running, model, models[model], size), model
             gc.collect()
             gc.freeze()  # what a loop's own process doesn't hold must not slow the client's collector down
-        show(take(bench))
+        found = take(bench)
+        show(replace(found, name=found.name + suffix))
 
 
 if __name__ == "__main__":

@@ -84,8 +84,14 @@ def steps(work: Steps) -> None:
         optim_step.result()
 
 
-def sample(sampler: tinker.SamplingClient, prompts: list[list[int]], num_tokens: int) -> int:
-    """Draw `num_tokens` after each prompt, all asked for at once; return how many came."""
-    params = tinker.SamplingParams(max_tokens=num_tokens, temperature=1.0)
-    asked = [sampler.sample(tinker.ModelInput.from_ints(prompt), 1, params) for prompt in prompts]
-    return sum(len(one.result().sequences[0].tokens) for one in asked)
+def sample(sampler: tinker.SamplingClient, asked: Sequence[tuple[list[int], int]]) -> int:
+    """Draw so many tokens after each prompt, whatever they are, all asked for at once; return how many came."""
+    futures = [
+        sampler.sample(
+            tinker.ModelInput.from_ints(prompt),
+            1,
+            tinker.SamplingParams(max_tokens=num_tokens, temperature=1.0, stop=[]),
+        )
+        for prompt, num_tokens in asked
+    ]
+    return sum(len(one.result().sequences[0].tokens) for one in futures)

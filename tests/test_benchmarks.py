@@ -19,6 +19,8 @@ UNITS = {
     "mixed8_small": "tok/s",
     "mixed8_tok_s_smol": "tok/s",
     "sample64_tok_s": "tok/s",
+    "sample_ragged": "tok/s",
+    "sample16_tok_s_smol": "tok/s",
     "save_to_first_token_ms": "ms",
     "heartbeat_p99_ms": "ms",
     "snapshot_step_ratio": "x",

@@ -13,8 +13,9 @@ from openrl.tasks.messages import Sample
 from openrl.tasks.registry import BaseModel, Registry
 from openrl.tasks.wire import codec
 from openrl.workers.model.loading import load
-from openrl.workers.sampler.__main__ import build, tokenizer_of
+from openrl.workers.sampler.__main__ import build
 from openrl.workers.sampler.settings import SamplerSettings
+from openrl.workers.sampler.tokenizer import tokenizer_of
 from openrl.workers.weights import layout, manifest
 from openrl.workers.weights.adapter import Adapter, save_adapter
 from tests.tiny import make_tiny_model

@@ -66,6 +66,9 @@ class Counter:
     def tidy(self):
         pass
 
+    def wake(self):
+        pass
+
 
 def drawn(request):
     one = codec.SampledSequence(tokens=[1] * request.max_new, logprobs=[-1.0] * request.max_new, stop_reason="length")

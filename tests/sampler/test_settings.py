@@ -12,7 +12,18 @@ def test_what_is_set_wins_over_the_defaults():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("SLOTS", "0"), ("SLOTS", "many"), ("KV_TOKENS", "1000"), ("KV_TOKENS", "32"), ("STOP_S", "nan")],
+    [
+        ("SLOTS", "0"),
+        ("SLOTS", "many"),
+        ("KV_TOKENS", "1000"),
+        ("KV_TOKENS", "32"),
+        ("STOP_S", "nan"),
+        ("ENGINE", "auto"),
+        ("MAX_LORA_RANK", "20"),
+        ("MAX_CPU_LORAS", "2"),
+        ("TENSOR_PARALLEL_SIZE", "0"),
+        ("GPU_MEMORY_UTILIZATION", "1.1"),
+    ],
 )
 def test_nonsense_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=f"OPENRL_SAMPLER_{name}"):

@@ -105,6 +105,25 @@ def test_step_by_step_with_many_slots_equals_the_full_forward(loaded):
         torch.testing.assert_close(ours_TV, head_logits(loaded, expected_TD, segments), atol=1e-4, rtol=1e-4)
 
 
+def test_prompts_of_one_length_that_are_read_together_never_meet_and_go_on_as_if_alone(loaded):
+    broken = adapter(loaded, seed=1)
+    for tensor in broken.parameters():
+        tensor.data.fill_(float("nan"))
+    sequences = some_sequences(12, 12, 9, 12)
+    adapters, slots = [None, broken, None, None], {0: 2, 1: 0, 2: 1, 3: 3}
+    cache = KVCache(loaded, slots=4, max_length=16)
+
+    done = dict.fromkeys(range(4), 0)
+    first_TD = forward(loaded, cache, sequences, adapters, slots, done, {0: 8, 1: 8, 3: 8, 2: 6})
+    done = {0: 8, 1: 8, 2: 6, 3: 8}
+    second_TD = forward(loaded, cache, sequences, adapters, slots, done, {0: 4, 2: 3, 3: 4})
+
+    assert first_TD[8:16].isnan().all()
+    for index, first, second in [(0, slice(0, 8), slice(0, 4)), (3, slice(16, 24), slice(7, 11))]:
+        ours_TD = torch.cat([first_TD[first], second_TD[second]])
+        torch.testing.assert_close(ours_TD, full(loaded, sequences[index]), atol=1e-5, rtol=1e-5)
+
+
 def test_a_reused_slot_holds_nothing_of_the_sequence_before(loaded):
     cache = KVCache(loaded, slots=2, max_length=32)
     long, other, short = some_sequences(20, 15, 4)

@@ -217,6 +217,20 @@ def hidden_states(loaded: "LoadedModel", tokens_T: Tensor, position_ids: Tensor)
     return hidden_TD
 
 
+class _Beginnings:
+    """The first tokens of several sequences, equally many of each."""
+
+    def __init__(self, cache: KVCache, rows: Sequence[Row]) -> None:
+        self.cache, self.length, self.num_tokens = cache, rows[0].length, len(rows) * rows[0].length
+        self.slots = torch.tensor([row.slot for row in rows], device=cache.keys.device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+        q_BHLD, k_BKLD, v_BKLD = (each[0].unflatten(1, (-1, self.length)).transpose(0, 1) for each in (q, k, v))
+        self.cache.keys[layer][self.slots, :, : self.length] = k_BKLD
+        self.cache.values[layer][self.slots, :, : self.length] = v_BKLD
+        return _causal(q_BHLD, k_BKLD, v_BKLD, rule).transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+
 class _Prefill:
     """Several tokens of one row."""
 
@@ -298,15 +312,25 @@ class _Decode:
         return read[self.span] if self.span is not None else read.index_select(0, self.slots)
 
 
-def _batches(caches: Sequence[KVCache], rows: Sequence[Row]) -> list[_Prefill | _Decode]:
-    batches: list[_Prefill | _Decode] = []
+def _batches(caches: Sequence[KVCache], rows: Sequence[Row]) -> list[_Beginnings | _Prefill | _Decode]:
+    """Put neighbours together that can be attended in one call: single tokens, and equally long beginnings."""
+    batches: list[_Beginnings | _Prefill | _Decode] = []
     pairs = zip(caches, rows, strict=True)
-    for (cache, single), group in groupby(pairs, key=lambda pair: (pair[0], pair[1].length == 1)):
+    for (cache, single, length), group in groupby(pairs, key=lambda pair: (pair[0], *_kind(pair[1]))):
         if single:
             batches.append(_Decode(cache, [row for _, row in group]))
+        elif length:
+            batches.append(_Beginnings(cache, [row for _, row in group]))
         else:
             batches.extend(_Prefill(cache, row) for _, row in group)
     return batches
+
+
+def _kind(row: Row) -> tuple[bool, int]:
+    """Tell whether a row is of one token, else how many tokens a sequence begins with in it; 0 where it goes on."""
+    if row.length == 1:
+        return True, 0
+    return False, row.length if row.start == 0 else 0
 
 
 def _zeros(shape: Sequence[int], loaded: "LoadedModel") -> Tensor:

@@ -1,20 +1,18 @@
-"""`python -m openrl.workers.sampler --base NAME --name WORKER`: build, bind, serve."""
+"""`python -m openrl.workers.sampler --base NAME [--pool SLUG] --name WORKER`: build, bind, serve."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 import torch
-from transformers import AutoTokenizer
 
-from openrl.tasks import keys, upgrade
+from openrl.tasks import assignment, keys, upgrade
 from openrl.tasks.doorbell import Waiter
 from openrl.tasks.drafts import Publisher
 from openrl.tasks.errors import InvalidRequest, OpenRLError, OtherVersion
@@ -26,44 +24,13 @@ from openrl.tasks.registry import Registry
 from openrl.tasks.settings import StoreSettings
 from openrl.tasks.store import Store
 from openrl.tasks.worker import serve
-from openrl.workers.model.loading import LoadedModel, load
-from openrl.workers.sampler.engine import SamplerEngine
+from openrl.workers.model.accelerator import Accelerator
+from openrl.workers.model.settings import AcceleratorSettings
+from openrl.workers.sampler.engine import Runner, SamplerEngine
 from openrl.workers.sampler.requests import Limits
 from openrl.workers.sampler.settings import SamplerSettings
-from openrl.workers.sampler.stops import Decode
-from openrl.workers.sampler.torch_engine import TorchEngine
-from openrl.workers.sampler.versions import Versions
-from openrl.workers.weights import layout, manifest
-from openrl.workers.weights.adapter import Adapter, load_adapter
 
-
-def tokenizer_of(path: str) -> Decode:
-    """Return a decoder that reads the tokenizer in `path` when it is first needed; special tokens stay."""
-
-    @functools.cache
-    def tokenizer() -> Any:
-        try:
-            return AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except Exception as failure:
-            raise InvalidRequest("this base model has no readable tokenizer: use stop tokens, not strings") from failure
-
-    def decode(tokens: Sequence[int]) -> str:
-        return tokenizer().decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    return decode
-
-
-def version_loader(data_dir: Path, loaded: LoadedModel) -> Callable[[str], Adapter]:
-    """Return what loads a version by its directory, digests compared first."""
-
-    def load_version(directory: str) -> Adapter:
-        path = layout.existing(data_dir, directory)
-        base_digest = manifest.verify(path).base_digest
-        if base_digest and loaded.digest and base_digest != loaded.digest:
-            raise InvalidRequest("these weights were trained on another base than the one served under its name")
-        return load_adapter(path, loaded)
-
-    return load_version
+log = logging.getLogger(__name__)
 
 
 def runner(
@@ -73,77 +40,121 @@ def runner(
     *,
     digest: str = "",
     grace_s: float = float("inf"),
-) -> tuple[TorchEngine, Limits]:
-    """Load the base model, which must have this digest, and return what draws from it, and what it can take.
+    accelerator: Accelerator | None = None,
+) -> tuple[Runner, Limits]:
+    """Return what draws from a base model, by the engine that the settings name, and what it can take."""
+    if settings.engine == "vllm":
+        from openrl.workers.sampler import vllm_runner
 
-    An adapter that was not used for `grace_s` leaves memory.
+        _refuse_turns(accelerator)
+        return vllm_runner.runner(model_path, data_dir, settings, digest=digest, grace_s=grace_s)
+    # Only here: it needs what vLLM's environment need not hold.
+    from openrl.workers.sampler import torch_runner
+
+    return torch_runner.runner(model_path, data_dir, settings, digest=digest, grace_s=grace_s, accelerator=accelerator)
+
+
+def full_runner(
+    model_path: str,
+    data_dir: Path,
+    settings: SamplerSettings,
+    *,
+    digest: str = "",
+    grace_s: float = float("inf"),
+    accelerator: Accelerator | None = None,
+) -> tuple[Runner, Limits]:
+    """Return what draws from the versions of a full run on a base model, and what it can take."""
+    if settings.full_engine == "vllm":
+        from openrl.workers.sampler import vllm_runner
+
+        _refuse_turns(accelerator)
+        return vllm_runner.full_runner(model_path, data_dir, settings, digest=digest)
+    from openrl.workers.sampler import torch_runner
+
+    engine, limits = torch_runner.runner(
+        model_path, data_dir, settings, digest=digest, grace_s=grace_s, accelerator=accelerator
+    )
+    in_place = False if accelerator is not None and accelerator.shared else None
+    return torch_runner.full_runner(engine, data_dir, settings, in_place=in_place), limits
+
+
+def _refuse_turns(accelerator: Accelerator | None) -> None:
+    if accelerator is not None and accelerator.shared:
+        raise InvalidRequest("the vLLM sampler takes no turns yet: unset OPENRL_ACCELERATOR, or use --sampler torch")
+
+
+def build(
+    base: str,
+    name: str,
+    store: Store,
+    settings: SamplerSettings,
+    *,
+    pool: str = "",
+    accelerator: Accelerator | None = None,
+) -> SamplerEngine:
+    """Return the engine of a pool (by default the base model's own), not yet started.
+
+    Its lease stands while the model is loaded, which is done in a turn of the `accelerator`.
+
+    Raises:
+        InvalidRequest: the pool isn't one of this base model.
     """
-    loaded = load(model_path)
-    loaded.require(digest)
-    versions = Versions(version_loader(data_dir, loaded), max_idle=settings.versions, idle_s=grace_s)
-    engine = TorchEngine(
-        loaded,
-        versions,
-        tokenizer_of(loaded.tokenizer_path),
-        num_slots=settings.slots,
-        kv_tokens=settings.kv_tokens,
-        prefill_tokens=settings.prefill_tokens,
-    )
-    limits = Limits(
-        vocab_size=loaded.vocab_size,
-        max_context=loaded.max_context,
-        cache_tokens=settings.kv_tokens,
-        eos_token_ids=loaded.eos_token_ids,
-    )
-    return engine, limits
-
-
-def build(base: str, name: str, store: Store, settings: SamplerSettings) -> SamplerEngine:
-    """Return the engine of a base model, not yet started. Its lease stands while the model is loaded."""
     model = Registry(store).model(base)
+    slug = pool or model.slug
+    if keys.base_slug(slug) != model.slug:
+        raise InvalidRequest(
+            f"--pool is {slug!r}, which is no pool of {base!r}; those are {model.slug!r} and its runs'"
+        )
 
     def new_lease() -> Lease:
-        return Lease(store, name, kind="sampler", slug=model.slug)
+        return Lease(store, name, kind="sampler", slug=slug)
 
     lease = new_lease()
     try:
-        torch_engine, limits = runner(
+        drawing, limits = (full_runner if keys.is_full(slug) else runner)(
             model.path,
             store.settings.data_dir,
             settings,
             digest=model.digest,
             grace_s=store.settings.session_grace_s,
+            accelerator=accelerator,
         )
     except BaseException:
         lease.close()
         raise
+    if not keys.is_full(slug):
+        rank, head = settings.serves(model.vocab_size)
+        Registry(store).add_model(replace(model, sampler_rank=rank, sampler_head=head))
     completions = Completions(store)
     engine = SamplerEngine(
-        torch_engine,
+        drawing,
         Journal(store),
         Waiter(store, worker_id=lambda: name),
         lease=lease,
         new_lease=new_lease,
-        slug=model.slug,
+        slug=slug,
         limits=limits,
         poll_s=settings.poll_s,
         stop_s=settings.stop_s,
         drafts=Publisher(store),
+        accelerator=accelerator,
     )
-    completions.call_on_wake(keys.samplers(model.slug), engine.wake)
+    completions.call_on_wake(keys.samplers(slug), engine.wake)
     completions.call_on_wake(keys.cancelling(name), engine.let_go)
-    completions.call_with(keys.new_versions(model.slug), engine.hear_version)
+    completions.call_with(keys.new_versions(slug), engine.hear_version)
     return engine
 
 
 @click.command()
 @click.option("--base", required=True, help="Name of the base model, as it is registered.")
+@click.option("--pool", default="", help="Slug of a full run's pool, to serve its versions; default: the base's own.")
 @click.option("--name", required=True, help="Name of this worker, unique among those that run.")
-def main(base: str, name: str) -> None:
-    """Serve the samples of one base model until SIGTERM."""
+def main(base: str, pool: str, name: str) -> None:
+    """Serve the samples of one base model, or the versions of one full run on it, until SIGTERM."""
     die_with_parent()
     try:
         store_settings, settings = StoreSettings.from_env(), SamplerSettings.from_env()
+        turns = AcceleratorSettings.from_env(os.environ)
         if threads := int(os.environ.get("OPENRL_TORCH_THREADS") or 0):
             torch.set_num_threads(threads)
     except ValueError as nonsense:
@@ -153,13 +164,23 @@ def main(base: str, name: str) -> None:
     try:
         store = Store.connect(store_settings)
         upgrade.check(store)
-        engine = build(base, name, store, settings)
+        if not assignment.keep(store, os.environ):
+            sys.exit(1)
+        accelerator = Accelerator.of(store, turns, owner=name)
+        # vLLM can't leave the accelerator yet: it keeps its first turn, and the others wait until it has ended.
+        stays = (settings.full_engine if keys.is_full(pool) else settings.engine) == "vllm"
+        with ExitStack() as turn:
+            turn.enter_context(accelerator.turn())
+            engine = build(base, name, store, settings, pool=pool, accelerator=None if stays else accelerator)
+            kept = turn.pop_all() if stays else None
     except OtherVersion as other:
         sys.stderr.write(f"openrl.workers.sampler: {other}\n")
         sys.exit(2)
     except (OpenRLError, ValueError) as failure:
         raise SystemExit(f"the sampler can't start: {failure}") from failure
-    leave(serve(engine, store=store, family="sample", slug=engine.slug, name=name))
+    status = serve(engine, store=store, family="sample", slug=engine.slug, name=name)
+    del kept  # not before: a turn ends with what holds it
+    leave(status)
 
 
 if __name__ == "__main__":

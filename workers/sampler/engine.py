@@ -23,12 +23,17 @@ from openrl.tasks.errors import DiskRefusal, InvalidRequest, StaleOwner, StoreFa
 from openrl.tasks.journal import Journal, Outcome, SampleJob
 from openrl.tasks.ownership import Lease
 from openrl.tasks.process import Streak
+from openrl.timeslice.errors import NotGranted
+from openrl.workers.model.accelerator import Accelerator
 from openrl.workers.sampler.requests import Finished, Limits, Request, read, write
 
 log = logging.getLogger(__name__)
 
 MOST_NEWS = 64
 """New versions that are remembered until the next turn."""
+BURST_S = 0.02
+"""Where others share the accelerator, so long does the model go on before it is asked whether the turn does: to ask
+costs a read of the store."""
 LOOK_S = 1.0
 """How often it is looked whether a request in hand was cancelled; the message that says so at once may be lost."""
 
@@ -59,6 +64,9 @@ class Runner(Protocol):
     def tidy(self) -> None:
         """Let go of what is kept in memory for requests that may never come."""
 
+    def wake(self) -> None:
+        """Let a step that waits for something return; any thread may call it."""
+
 
 class SamplerEngine:
     """Serves one base model's samples. All but the thread's own methods may be called from any thread."""
@@ -77,12 +85,14 @@ class SamplerEngine:
         stop_s: float = 5.0,
         streak: Streak | None = None,
         drafts: Publisher | None = None,
+        accelerator: Accelerator | None = None,
     ) -> None:
         """Serve what `runner` draws.
 
         `new_lease` is called when `lease` was lost; `stop_s` bounds how long `stop` waits for a step; `drafts`
-        publishes tokens as they are drawn, None: nobody hears them.
+        publishes tokens as they are drawn, None: nobody hears them. No `accelerator`: it is this process's own.
         """
+        self._accelerator = accelerator or Accelerator()
         self.lease = lease
         self._runner = runner
         self._journal = journal
@@ -115,17 +125,17 @@ class SamplerEngine:
     def wake(self) -> None:
         """Look at the waiting set now."""
         self._looks.set()
-        self._woken.set()
+        self._look_up()
 
     def let_go(self) -> None:
         """Look now whether a request in hand was cancelled."""
         self._cancelled.set()
-        self._woken.set()
+        self._look_up()
 
     def hear_version(self, directory: str) -> None:
         """Hear that weights were saved for sampling."""
         self._new_versions.append(directory)
-        self._woken.set()
+        self._look_up()
 
     def knows(self, tenant: str, request_id: str) -> bool:
         """Tell that it must look: which requests are in its hands is its own thread's to know."""
@@ -142,15 +152,22 @@ class SamplerEngine:
     def stop(self) -> None:
         """Take nothing more, let the running step end, and give unfinished samples back to the waiting set."""
         self._stopping.set()
-        self._woken.set()
+        self._look_up()
         self.lease.set_state("stopping")
         if self._thread.is_alive():
             self._thread.join(self._stop_s)
+        if not self._thread.is_alive():
+            self._accelerator.close()
         try:
             self._journal.requeue_samples(self.lease)
         except (StoreUnavailable, StaleOwner) as failure:
             log.warning("unfinished samples return when the lease ends: %s", failure)
         self.lease.close()
+
+    def _look_up(self) -> None:
+        """Let the thread, be it waiting for work or in a step that waits, begin its next turn."""
+        self._woken.set()
+        self._runner.wake()
 
     def _loop(self) -> None:
         while not self._stopping.is_set():
@@ -160,6 +177,8 @@ class SamplerEngine:
             except StoreUnavailable as failure:
                 log.warning("%s", failure)
                 self._stopping.wait(self._poll_s)
+            except NotGranted:  # nobody waits for a turn who is asked to stop
+                continue
             except Exception as failure:
                 # Nothing may end this thread alone: what it holds would hang. Samples are safe in the waiting set.
                 log.exception("a turn of the engine failed")
@@ -184,15 +203,24 @@ class SamplerEngine:
             if not self._stopping.is_set():
                 self._woken.wait(max(0.0, self._take_at - time.monotonic()))
             return
-        began, running = time.monotonic(), list(self._runner.requests)
-        ended = self._step()
-        self._share(time.monotonic() - began, running)
+        ended = self._advance()
         for one in ended:
             seconds = self._seconds.get(_name(one.request), 0.0)
             self._uncommitted.append((one.request.job, _outcome(one, seconds)))
         self._commit()
         if ended:
             self._take_at = 0.0
+
+    def _advance(self) -> list[Finished]:
+        """Let the runner advance once the accelerator is ours: by a step, or by some until there is something else."""
+        with self._accelerator.turn(gives_up=self._stopping.is_set):
+            until = time.monotonic() + BURST_S if self._accelerator.shared else 0.0
+            while True:
+                began, running = time.monotonic(), list(self._runner.requests)
+                ended = self._step()
+                self._share(time.monotonic() - began, running)
+                if ended or self._woken.is_set() or time.monotonic() >= until:
+                    return ended
 
     def _share(self, seconds: float, running: Sequence[Request]) -> None:
         """Share the time of a step evenly between the requests that were in it."""
@@ -303,7 +331,10 @@ def _outcome(ended: Finished, seconds: float) -> Outcome:
     if ended.result is None:
         return Outcome(error=ended.error, category=ended.category)
     try:
-        return write(ended.result, num_prompt_tokens=len(ended.request.prompt), seconds=seconds)
+        request = ended.request
+        return write(
+            ended.result, num_prompt_tokens=len(request.prompt), seconds=seconds, weights_id=request.weights_id
+        )
     except Exception as failure:
         return _unexpected(failure, ended.request.job)
 

@@ -5,10 +5,11 @@ Values and bookkeeping: no torch. `scoring` computes the parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +30,39 @@ class Scores(NamedTuple):
         """Tell whether all log-probabilities are."""
         arrays = (self.logprobs, self.targets, self.alternatives.logprobs)
         return all(bool(np.isfinite(array).all()) for array in arrays)
+
+
+def packed(parts: Sequence[Scores]) -> bytes:
+    """Return parts as the bytes of one `.npz` file: what travels between processes."""
+    arrays: dict[str, Any] = {
+        f"{index}.{name}": array for index, part in enumerate(parts) for name, array in _arrays(part)
+    }
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def unpacked(data: bytes) -> list[Scores]:
+    """Return what `packed` took."""
+    with np.load(io.BytesIO(data), allow_pickle=False) as file:
+        found = {name: file[name] for name in file.files}
+    parts = []
+    for index in sorted({int(name.partition(".")[0]) for name in found}):
+        part = {name.partition(".")[2]: array for name, array in found.items() if name.startswith(f"{index}.")}
+        topk = codec.Candidates(part["top_tokens"], part["top_logprobs"]) if "top_tokens" in part else None
+        drawn = codec.Alternatives(part["alternatives"], part["alternative_logprobs"])
+        parts.append(Scores(part["logprobs"], topk, part["targets"], drawn))
+    return parts
+
+
+def _arrays(part: Scores) -> Iterator[tuple[str, np.ndarray]]:
+    yield "logprobs", part.logprobs
+    yield "targets", part.targets
+    yield "alternatives", part.alternatives.tokens
+    yield "alternative_logprobs", part.alternatives.logprobs
+    if part.topk is not None:
+        yield "top_tokens", part.topk.tokens
+        yield "top_logprobs", part.topk.logprobs
 
 
 def own_logprobs(parts: Sequence[Scores], request: Request) -> list[float | None] | None:

@@ -19,6 +19,7 @@ from openrl.tasks.messages import Sample
 from openrl.tasks.operations import PROTOBUF, Usage
 from openrl.tasks.wire import codec
 from openrl.workers.sampler.sampling import Rule
+from openrl.workers.weights import layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,10 @@ class Request:
     stop_tokens: frozenset[int]
     stop_strings: tuple[str, ...]
     adapter_dir: str
+    weights_digest: str = ""
+    """What a full version is known by; "" where `adapter_dir` holds an adapter, or is empty."""
+    weights_id: str = ""
+    """What the answer says of who drew it; "" for the base model."""
     prompt_logprobs: bool = False
     topk_prompt: int = 0
     topk_sample: int = 0
@@ -137,6 +142,8 @@ def read(job: SampleJob, limits: Limits) -> Request:
         stop_tokens=frozenset((*message.stop_tokens, *own_stops)),
         stop_strings=tuple(stop for stop in message.stop_strings if stop),
         adapter_dir=message.adapter_dir,
+        weights_digest=message.weights_digest,
+        weights_id=layout.version_id(message.adapter_dir, message.weights_digest) if message.adapter_dir else "",
         prompt_logprobs=message.prompt_logprobs,
         topk_prompt=message.topk_prompt_logprobs,
         topk_sample=message.topk_sample_logprobs,
@@ -146,14 +153,15 @@ def read(job: SampleJob, limits: Limits) -> Request:
     )
 
 
-def write(result: Result, *, num_prompt_tokens: int = 0, seconds: float = 0.0) -> Outcome:
-    """Return what is committed for a request that was served, with what it used."""
+def write(result: Result, *, num_prompt_tokens: int = 0, seconds: float = 0.0, weights_id: str = "") -> Outcome:
+    """Return what is committed for a request that was served, with what it used and which weights drew it."""
     body = codec.encode_sample_response(
         result.sequences,
         result.prompt_logprobs,
         result.topk_prompt_logprobs,
         result.target_logprobs,
         result.alternatives,
+        weights=weights_id,
     )
     used = Usage(
         prompt_tokens=num_prompt_tokens,

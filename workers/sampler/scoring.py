@@ -9,20 +9,51 @@ Axes: C positions of a part, V vocabulary, K candidates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from openrl.tasks.wire import codec
 from openrl.workers.sampler.prompts import Scores
-from openrl.workers.sampler.requests import Request
-from openrl.workers.sampler.sampling import draw_several, top_logprobs, uniforms
+from openrl.workers.sampler.requests import Targets
+from openrl.workers.sampler.sampling import Rule, draw_several, top_logprobs, uniforms
 
 APART = 1 << 32
 """Added to the number of a draw within the prompt: no continuation has such a number, so their draws are unrelated."""
 
 
-def score(logits_CV: Tensor, request: Request, start: int) -> Scores:
+class Asked(Protocol):
+    """What is asked of a prompt; `openrl.workers.sampler.requests.Request` says it."""
+
+    @property
+    def prompt(self) -> Sequence[int]: ...
+
+    @property
+    def prompt_logprobs(self) -> bool: ...
+
+    @property
+    def scored_from(self) -> int: ...
+
+    @property
+    def topk_prompt(self) -> int: ...
+
+    @property
+    def targets(self) -> Targets | None: ...
+
+    @property
+    def alternatives(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def rule(self) -> Rule: ...
+
+
+def score(logits_CV: Tensor, request: Asked, start: int) -> Scores:
     """Score a part of a prompt from the logits (float32) at its positions from `start` on."""
     lse_C1 = logits_CV.logsumexp(-1, keepdim=True)
     asked = slice(max(0, request.scored_from - 1 - start), None)
@@ -38,7 +69,7 @@ def score(logits_CV: Tensor, request: Request, start: int) -> Scores:
     )
 
 
-def _named(logits_CV: Tensor, lse_C1: Tensor, request: Request, start: int) -> np.ndarray:
+def _named(logits_CV: Tensor, lse_C1: Tensor, request: Asked, start: int) -> np.ndarray:
     """Return the log-probabilities of the ids that the caller names in these rows."""
     if request.targets is None:
         return np.empty(0, np.float32)
@@ -50,7 +81,7 @@ def _named(logits_CV: Tensor, lse_C1: Tensor, request: Request, start: int) -> n
     return named
 
 
-def _alternatives(logits_CV: Tensor, lse_C1: Tensor, request: Request, start: int) -> codec.Alternatives:
+def _alternatives(logits_CV: Tensor, lse_C1: Tensor, request: Asked, start: int) -> codec.Alternatives:
     """Draw tokens in place of each, at the request's temperature and from the whole vocabulary."""
     rows, k = len(logits_CV), request.alternatives
     if not k:

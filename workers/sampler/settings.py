@@ -11,6 +11,12 @@ from openrl.workers.sampler.places import SMALLEST
 
 PREFIX = "OPENRL_SAMPLER_"
 
+ENGINES = ("torch", "vllm")
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Those that vLLM takes as its largest."""
+MOST_VLLM_HEAD = 258048
+"""The largest vocabulary on whose unembedding vLLM 0.32 and 0.33 put adapters."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSettings:
@@ -31,16 +37,63 @@ class SamplerSettings:
     versions: int = 16
     """Adapters kept in memory beyond those in use; others are loaded again on demand."""
 
+    version_turn_s: float = 2.0
+    """Of a full run, one version is in memory at a time: how long it stays at least while others are asked for. Longer
+    where a switch takes over a tenth of that."""
+
+    version_drain_s: float = 10.0
+    """How long, after that, what runs on it may take to end; what hasn't goes on when its version comes again, and then
+    reads again what it had."""
+
     poll_s: float = 0.25
     """How often the waiting set is looked at when no doorbell rings."""
 
     stop_s: float = 5.0
     """How long a worker that is asked to stop lets a running step end before it leaves all the same."""
 
+    engine: str = "torch"
+    """What draws: torch or vllm. `openrl up --sampler` sets it."""
+
+    full_engine: str = "torch"
+    """What draws from the versions of full runs. vllm needs a GPU and --sampler vllm, and was not run on a GPU yet: run
+    benchmarks/gpu_sampler.py there first."""
+
+    max_loras: int = 8
+    """vLLM: adapters in one batch; requests of more wait for their turn. Each takes its place in the device's memory,
+    used or not. The torch engine has no such limit."""
+
+    max_cpu_loras: int = 32
+    """vLLM: adapters in host memory; others are read again from their files on demand. The torch engine: `versions`."""
+
+    max_lora_rank: int = 64
+    """vLLM: largest rank of an adapter, which every place for one is made for. A run with a larger one is refused when
+    it is created. The torch engine takes any."""
+
+    tensor_parallel_size: int = 1
+    """vLLM: devices that one model is spread over; the worker must see as many."""
+
+    gpu_memory_utilization: float = 0.9
+    """vLLM on a GPU: share of its memory for weights and cache, where `kv_tokens` has no effect. A trainer on the same
+    device needs the rest."""
+
     def __post_init__(self) -> None:
+        for name in ("engine", "full_engine"):
+            if getattr(self, name) not in ENGINES:
+                raise ValueError(
+                    f"{PREFIX}{name.upper()} must be {' or '.join(ENGINES)}; it is {getattr(self, name)!r}"
+                )
         for field in fields(self):
-            if not getattr(self, field.name) > 0:
+            if type(field.default) is not str and not getattr(self, field.name) > 0:
                 raise ValueError(f"{PREFIX}{field.name.upper()} must be above 0; it is {getattr(self, field.name)}")
+        if self.max_lora_rank not in LORA_RANKS:
+            raise ValueError(f"{PREFIX}MAX_LORA_RANK must be one of {LORA_RANKS}; it is {self.max_lora_rank}")
+        if self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"{PREFIX}MAX_CPU_LORAS must be at least {PREFIX}MAX_LORAS ({self.max_loras}); it is "
+                f"{self.max_cpu_loras}"
+            )
+        if self.gpu_memory_utilization > 1:
+            raise ValueError(f"{PREFIX}GPU_MEMORY_UTILIZATION must be at most 1; it is {self.gpu_memory_utilization}")
         if self.kv_tokens < SMALLEST or self.kv_tokens & (self.kv_tokens - 1):
             raise ValueError(f"{PREFIX}KV_TOKENS must be a power of two from {SMALLEST} on; it is {self.kv_tokens}")
 
@@ -51,8 +104,16 @@ class SamplerSettings:
         for field in fields(cls):
             name = PREFIX + field.name.upper()
             if environ.get(name):
-                values[field.name] = _number(name, environ[name], type(field.default))
+                kind = type(field.default)
+                values[field.name] = environ[name] if kind is str else _number(name, environ[name], kind)
         return cls(**values)
+
+    def serves(self, vocab_size: int) -> tuple[int, bool]:
+        """Return the largest rank of an adapter that is served on a base with so many tokens, 0 meaning any.
+
+        And whether adapters on its unembedding are.
+        """
+        return (0, True) if self.engine == "torch" else (self.max_lora_rank, vocab_size <= MOST_VLLM_HEAD)
 
 
 def _number(name: str, text: str, kind: type) -> int | float:

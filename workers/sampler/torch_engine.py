@@ -29,7 +29,8 @@ from openrl.workers.model.logprobs import head_logits
 from openrl.workers.model.lora import Adapter, Segment, routing
 from openrl.workers.model.threads import Threads
 from openrl.workers.sampler.groups import Continuation, Group, Token
-from openrl.workers.sampler.places import SMALLEST, Place
+from openrl.workers.sampler.places import Place
+from openrl.workers.sampler.pools import Pools
 from openrl.workers.sampler.prompts import Scores
 from openrl.workers.sampler.requests import Finished, Request
 from openrl.workers.sampler.sampling import draw, top_logprobs, uniforms
@@ -82,25 +83,6 @@ class Wish(NamedTuple):
     position: int
 
 
-class Pools:
-    """The cache, for `Slots`: one pool of places for each length, all in the same memory."""
-
-    def __init__(self, loaded: LoadedModel, kv_tokens: int) -> None:
-        self._caches = attention.KVCache.pools(loaded, tokens=kv_tokens, smallest=SMALLEST)
-
-    def __getitem__(self, place: Place) -> attention.KVCache:
-        return self._caches[place.pool]
-
-    def clear(self, place: Place) -> None:
-        self[place].clear(place.number)
-
-    def copy(self, source: Place, target: Place, num_tokens: int) -> None:
-        self[source].copy(source.number, target.number, num_tokens, into=self[target])
-
-    def move(self, source: Place, target: Place) -> None:
-        self[source].move(source.number, target.number, into=self[target])
-
-
 class TorchEngine:
     """Runs requests on a loaded model."""
 
@@ -129,6 +111,20 @@ class TorchEngine:
         self.most_of_tenant = num_slots
 
     @property
+    def pools(self) -> Pools:
+        """Return its cache."""
+        return self._pools
+
+    def adapters(self) -> list[Tensor]:
+        """Return the tensors of the versions in memory. Any thread may ask."""
+        return [tensor for adapter in self._versions.adapters() for tensor in adapter.parameters()]
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """Return the model that it draws from."""
+        return self._loaded
+
+    @property
     def requests(self) -> list[Request]:
         """Return what is in the engine, oldest first."""
         return [group.request for group in self._groups]
@@ -146,6 +142,32 @@ class TorchEngine:
             self._leave(group)
         return [group.num_drawn for group in dropped]
 
+    @property
+    def outside(self) -> list[Request]:
+        """Return the requests that hold nothing in the cache: they have not begun, or gave way."""
+        return [group.request for group in self._groups if not group.running]
+
+    def num_drawn(self, request: Request) -> int:
+        """Return how many tokens a request has."""
+        return next(group.num_drawn for group in self._groups if group.request is request)
+
+    def lay_aside(self, requests: Collection[Request]) -> list[Group]:
+        """Take these requests out, which keep what they have drawn and nothing else; `resume` lets them go on."""
+        wanted = {id(request) for request in requests}
+        aside = [group for group in self._groups if id(group.request) in wanted]
+        for group in aside:
+            self._leave(group)
+            group.adapter, group.ready = None, False
+        return aside
+
+    def resume(self, aside: Group) -> None:
+        """Let a request go on: it reads again what it has drawn."""
+        self._groups.append(aside)
+
+    def weights_changed(self) -> None:
+        """Hear that the model's own weights were changed in place: nothing computed from the old ones is left."""
+        assert not self._groups, "requests are on the old weights"
+
     def foresee(self, directory: str) -> None:
         """Load a version that is likely to be asked for next."""
         self._versions.foresee(directory)
@@ -153,6 +175,9 @@ class TorchEngine:
     def tidy(self) -> None:
         """Let go of the versions that nobody has used for a while."""
         self._versions.tidy()
+
+    def wake(self) -> None:
+        """Do nothing: no step waits for long."""
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
@@ -193,7 +218,7 @@ class TorchEngine:
         shares = prefill_shares([one.num_known - one.num_held for one in reading], self._prefill_tokens)
         parts = [(one, share) for one, share in zip(reading, shares, strict=True) if share]
         rows = [_row(one, 1) for one in sorted(drawing, key=_order)]
-        return rows + [_row(one, share) for one, share in sorted(parts, key=lambda part: _order(part[0]))]
+        return rows + [_row(one, share) for one, share in sorted(parts, key=lambda part: _order(*part))]
 
     def _advance(self, rows: list[Row]) -> list[Finished]:
         """Run the rows and take over what they gave; after a failure each request alone."""
@@ -308,10 +333,10 @@ def _row(one: Continuation, num_tokens: int) -> Row:
     return Row(one.group, one, one.place, one.num_held, one.known(one.num_held, one.num_held + num_tokens))
 
 
-def _order(one: Continuation) -> tuple[str, Place]:
-    """Sort by adapter, then by place: neighbours are read together."""
+def _order(one: Continuation, share: int = 1) -> tuple[str, int, int, int]:
+    """Sort by adapter, then by pool, number of tokens and place: neighbours are read together."""
     assert one.place is not None
-    return one.group.request.adapter_dir, one.place
+    return one.group.request.adapter_dir, one.place.pool, share, one.place.number
 
 
 def _segments(parts: Sequence[tuple[Adapter | None, int]]) -> list[Segment]:

@@ -12,8 +12,8 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
 
 from openrl.tasks.errors import NotFound, OperationFailed
 from openrl.workers.weights import layout
@@ -36,18 +36,26 @@ class Versions(Generic[Adapter]):
         max_idle: int,
         idle_s: float = float("inf"),
         clock: Callable[[], float] = time.monotonic,
+        unload: Callable[[Adapter], object] = lambda adapter: None,
+        beside: bool = True,
     ) -> None:
-        """`load` is called in another thread; everything else here belongs to the thread that calls it."""
+        """`load` is called in another thread; everything else here belongs to the thread that calls it.
+
+        `unload` is told of what leaves memory, in either. Not `beside`: `load` is called where a version is acquired,
+        and none is foreseen, since what it is loaded onto may be another's at any other time.
+        """
         self._load = load
         self._max_idle = max_idle
         self._idle_s = idle_s
         self._clock = clock
+        self._unload = unload
         self._released: dict[str, float] = {}
         self._uses: dict[str, int] = {}
         self._foreseen: set[str] = set()
         """Those that nobody has asked for yet."""
         self._resident: OrderedDict[str, Future[Adapter]] = OrderedDict()
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="versions")
+        self._beside = beside
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="versions") if beside else _Here()
 
     def acquire(self, directory: str) -> Future[Adapter]:
         """Return the adapter in `directory`, loaded or to be, and keep it until `release`.
@@ -58,7 +66,7 @@ class Versions(Generic[Adapter]):
         """
         future = self._resident.get(directory)
         if future is None or _failed(future):
-            future = self._resident[directory] = self._loader.submit(self._loaded, directory)
+            future = self._resident[directory] = self._loader.submit(loaded, self._load, directory)
         self._resident.move_to_end(directory)
         self._foreseen.discard(directory)
         self._released.pop(directory, None)
@@ -73,7 +81,7 @@ class Versions(Generic[Adapter]):
         """
         family = directory.rpartition("/")[0]
         asked_for = [one for one in self._resident if one not in self._foreseen]
-        busy = any(not future.done() for future in self._resident.values())
+        busy = not self._beside or any(not future.done() for future in self._resident.values())
         if directory in self._resident or busy or all(one.rpartition("/")[0] != family for one in asked_for):
             return
         self.acquire(directory)
@@ -96,23 +104,14 @@ class Versions(Generic[Adapter]):
                 log.info("version %s leaves memory: not used for %.0f s", directory, self._idle_s)
                 self._drop(directory)
 
+    def adapters(self) -> list[Adapter]:
+        """Return what is in memory. Any thread may ask."""
+        return [one.result() for one in list(self._resident.values()) if one.done() and not one.exception()]
+
     @property
     def resident(self) -> tuple[str, ...]:
         """Return the directories in memory, least recently used first."""
         return tuple(self._resident)
-
-    def _loaded(self, directory: str) -> Adapter:
-        try:
-            return self._load(directory)
-        except NotFound:
-            raise
-        except Exception as failure:
-            error_id = secrets.token_hex(6)
-            log.exception("error %s: version %s can't be loaded", error_id, directory)
-            what = layout.title(directory)
-            if isinstance(failure, FileNotFoundError):
-                raise NotFound(f"{what} is gone (error {error_id}); save it for sampling again") from failure
-            raise OperationFailed(f"{what} can't be loaded (error {error_id}); save it again") from failure
 
     def _evict(self) -> None:
         idle = [directory for directory in self._resident if directory not in self._uses]
@@ -121,9 +120,47 @@ class Versions(Generic[Adapter]):
             self._drop(directory)
 
     def _drop(self, directory: str) -> None:
-        self._resident.pop(directory).cancel()
+        future = self._resident.pop(directory)
+        if not future.cancel():
+            future.add_done_callback(self._unloaded)
         self._foreseen.discard(directory)
         self._released.pop(directory, None)
+
+    def _unloaded(self, future: Future[Adapter]) -> None:
+        if future.exception() is None:
+            self._unload(future.result())
+
+
+class _Here(Executor):
+    """Calls at once, in the thread that asks."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as failure:
+            future.set_exception(failure)
+        return future
+
+
+def loaded(load: Callable[[str], Adapter], directory: str) -> Adapter:
+    """Load a version, and say so that a client understands it where that can't be done.
+
+    Raises:
+        NotFound: the directory is gone.
+        OperationFailed: it is there and can't be loaded.
+    """
+    try:
+        return load(directory)
+    except NotFound:
+        raise
+    except Exception as failure:
+        error_id = secrets.token_hex(6)
+        log.exception("error %s: version %s can't be loaded", error_id, directory)
+        what = layout.title(directory)
+        if isinstance(failure, FileNotFoundError):
+            raise NotFound(f"{what} is gone (error {error_id}); save it for sampling again") from failure
+        raise OperationFailed(f"{what} can't be loaded (error {error_id}); save it again") from failure
 
 
 def _failed(future: Future[Adapter]) -> bool:

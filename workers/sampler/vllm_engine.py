@@ -1,0 +1,324 @@
+"""Sampling on vLLM: each sequence is one request of vLLM's, which joins and leaves its batch at any token.
+
+vLLM decides what runs in a step and keeps what it has read of prompts; whose turn it is among tenants is decided here,
+since vLLM knows none. A sequence that gives up its slot keeps its tokens and goes on later, to the same ones. What a
+sequence is and where it ends, `groups` says, as on the torch engine. One thread; vLLM's answers come from another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import queue
+import secrets
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from weakref import WeakSet
+
+import numpy as np
+from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+from openrl.tasks.errors import InvalidRequest, NotFound, OpenRLError
+from openrl.tasks.wire import codec
+from openrl.workers.sampler import prompts, shares
+from openrl.workers.sampler.groups import Continuation, Group, Token
+from openrl.workers.sampler.requests import Finished, Request
+from openrl.workers.sampler.sampling import FLOOR
+from openrl.workers.sampler.stops import Decode
+from openrl.workers.sampler.versions import Versions
+from openrl.workers.sampler.vllm_client import Client, Said, is_death
+from openrl.workers.sampler.vllm_rows import asked_of
+
+log = logging.getLogger(__name__)
+
+BUNDLE = 16
+"""Tokens of a sequence that come together where nobody hears them one by one: each answer costs both processes."""
+
+STEP_S = 0.25
+"""How long a step waits for vLLM to say something, at most; `wake` ends the wait."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Stream:
+    """One sequence while vLLM runs it."""
+
+    group: Group
+    sequence: Continuation
+    future: Future[None] | None = None
+
+
+class VllmEngine:
+    """Runs requests on vLLM."""
+
+    def __init__(
+        self,
+        client: Client,
+        versions: Versions[LoRARequest],
+        decode: Decode,
+        *,
+        num_slots: int,
+        leave: Callable[[int], object] = os._exit,
+    ) -> None:
+        """Run at most `num_slots` sequences at a time; `leave` ends the process where vLLM has ended."""
+        self._exit = leave
+        self._client = client
+        self._versions = versions
+        self._decode = decode
+        self._num_slots = num_slots
+        self._groups: list[Group] = []
+        self._loading: dict[Group, Future[LoRARequest]] = {}
+        self._streams: dict[Continuation, Stream] = {}
+        self._heard: queue.SimpleQueue[tuple[Stream, Said] | None] = queue.SimpleQueue()
+        self._scored: WeakSet[Group] = WeakSet()
+        self._numbers = itertools.count()
+        self.most_of_tenant = num_slots
+
+    @property
+    def requests(self) -> list[Request]:
+        """Return what is in the engine, oldest first."""
+        return [group.request for group in self._groups]
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Return vLLM's processes: those that hold the device."""
+        return self._client.pids
+
+    def add(self, request: Request) -> None:
+        """Let a request join at the next step."""
+        self._groups.append(Group(request, arrival=next(self._numbers), decode=self._decode))
+
+    def drop(self, requests: Collection[Request]) -> list[int]:
+        """Forget these requests, half-drawn sequences included; return how many tokens each had."""
+        groups = {id(group.request): group for group in self._groups}
+        dropped = [groups[id(request)] for request in requests]
+        for group in dropped:
+            self._leave(group)
+        return [group.num_drawn for group in dropped]
+
+    @property
+    def outside(self) -> list[Request]:
+        """Return the requests of which vLLM runs nothing: they have not begun, or gave way."""
+        return [group.request for group in self._groups if not group.running]
+
+    def num_drawn(self, request: Request) -> int:
+        """Return how many tokens a request has."""
+        return next(group.num_drawn for group in self._groups if group.request is request)
+
+    def lay_aside(self, requests: Collection[Request]) -> list[Group]:
+        """Take these requests out, which keep what they have drawn and nothing else; `resume` lets them go on."""
+        wanted = {id(request) for request in requests}
+        aside = [group for group in self._groups if id(group.request) in wanted]
+        for group in aside:
+            self._leave(group)
+            group.adapter, group.ready = None, False
+        return aside
+
+    def resume(self, aside: Group) -> None:
+        """Let a request go on: it reads again what it has drawn."""
+        self._groups.append(aside)
+
+    def weights_changed(self) -> None:
+        """Hear that the model's own weights are others: nothing runs, and `vllm_weights` has cleared the cache."""
+        assert not self._streams, "requests are on the old weights"
+
+    def foresee(self, directory: str) -> None:
+        """Load a version that is likely to be asked for next."""
+        self._versions.foresee(directory)
+
+    def tidy(self) -> None:
+        """Let go of the versions that nobody has used for a while."""
+        self._versions.tidy()
+
+    def wake(self) -> None:
+        """Let a step that waits return."""
+        self._heard.put(None)
+
+    def close(self) -> None:
+        """End vLLM."""
+        self._client.close()
+
+    def step(self) -> list[Finished]:
+        """Hand on what may run, take in what vLLM has drawn, and return what has ended."""
+        finished = self._load()
+        self._admit()
+        if finished:
+            return finished
+        for stream, said in self._drawn():
+            if self._streams.get(stream.sequence) is stream:
+                finished += self._take(stream, said)
+        return finished
+
+    def _load(self) -> list[Finished]:
+        """Ask for the weights of those that have come; one whose weights can't be loaded leaves."""
+        for group in self._groups:
+            if group.ready or group in self._loading:
+                continue
+            if not group.request.adapter_dir:
+                group.ready = True
+                continue
+            loading = self._loading[group] = self._versions.acquire(group.request.adapter_dir)
+            loading.add_done_callback(lambda _: self.wake())
+        failed: list[Finished] = []
+        for group, loading in list(self._loading.items()):
+            if loading.done():
+                try:
+                    group.adapter, group.ready = loading.result(), True
+                    del self._loading[group]
+                except Exception as failure:
+                    failed.append(self._fail(group, failure))
+        return failed
+
+    def _admit(self) -> None:
+        """Give free slots to those that wait, and slots of tenants that have more than their share."""
+        while waiting := [group for group in self._groups if group.ready and group.waiting]:
+            running = Counter(stream.group.tenant for stream in self._streams.values())
+            tenants = [group.tenant for group in waiting]
+            if len(self._streams) >= self._num_slots:
+                richest = shares.giver(tenants, running)
+                if richest is None:
+                    return
+                self._stop(max(self._of(richest), key=lambda stream: stream.sequence.age))
+                running[richest] -= 1
+            tenant = shares.next_tenant(tenants, running)
+            self._start(next(group for group in waiting if group.tenant == tenant))
+
+    def _of(self, tenant: str) -> Iterator[Stream]:
+        return (stream for stream in self._streams.values() if stream.group.tenant == tenant)
+
+    def _start(self, group: Group) -> None:
+        """Let vLLM run the next sequence of a group; the first also says what the prompt is worth."""
+        sequence, request = group.waiting.popleft(), group.request
+        stream = self._streams[sequence] = Stream(group=group, sequence=sequence)
+        group.running.append(sequence)
+        scores = sequence.index == 0 and _is_scored(request) and group not in self._scored
+        key = next(self._numbers) if scores else None
+        start = len(sequence.tokens)
+        params = SamplingParams(
+            # Tokens are drawn by the rule in `extra_args`.
+            temperature=1.0,
+            max_tokens=request.max_new - start,
+            stop_token_ids=sorted(request.stop_tokens),
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=request.topk_sample,
+            prompt_logprobs=0 if scores else None,
+            flat_logprobs=True,
+            stream_interval=1 if request.heard or request.stop_strings else BUNDLE,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=asked_of(request, sequence.index, start=start, key=key),
+        )
+        stream.future = self._client.generate(
+            f"{request.job.request_id}:{sequence.index}:{next(self._numbers)}",
+            [*request.prompt, *sequence.tokens],
+            params,
+            adapter=group.adapter,
+            salt=group.tenant,
+            key=key,
+            hear=lambda said: self._heard.put((stream, said)),
+        )
+
+    def _drawn(self) -> Iterator[tuple[Stream, Said]]:
+        """Wait until vLLM says something, and return all that it has said."""
+        wait = bool(self._groups)
+        try:
+            said = self._heard.get(timeout=STEP_S) if wait else self._heard.get_nowait()
+            while True:
+                if said is not None:
+                    yield said
+                said = self._heard.get_nowait()
+        except queue.Empty:
+            return
+
+    def _take(self, stream: Stream, said: Said) -> list[Finished]:
+        """Take over what one sequence has drawn, or what its prompt is worth."""
+        group, sequence = stream.group, stream.sequence
+        try:
+            if isinstance(said, Exception):
+                raise said
+            if isinstance(said, bytes):
+                self._scored.add(group)
+                group.read_prompt(prompts.unpacked(said))
+                return []
+            for token in _tokens(said, group.request):
+                sequence.push(token)
+                if sequence.stop_reason:
+                    break
+        except Exception as failure:
+            return [self._fail(group, failure)]
+        if sequence.stop_reason:
+            self._stop(stream)
+        if not group.done:
+            return []
+        self._leave(group)
+        return [Finished(request=group.request, result=group.result())]
+
+    def _stop(self, stream: Stream) -> None:
+        """Take a sequence out of vLLM; one that hasn't ended waits for its next turn."""
+        del self._streams[stream.sequence]
+        stream.group.running.remove(stream.sequence)
+        if not stream.sequence.stop_reason:
+            stream.group.waiting.appendleft(stream.sequence)
+        if stream.future is not None:
+            stream.future.cancel()
+
+    def _leave(self, group: Group) -> None:
+        """Take a group out and give back all it holds."""
+        for stream in [stream for stream in self._streams.values() if stream.group is group]:
+            self._stop(stream)
+        if self._loading.pop(group, None) or (group.ready and group.request.adapter_dir):
+            self._versions.release(group.request.adapter_dir)
+        self._groups.remove(group)
+
+    def _fail(self, group: Group, failure: Exception) -> Finished:
+        """End one request with an error; what wasn't raised on purpose is logged under an id."""
+        if is_death(failure):
+            self._end(failure)
+        self._leave(group)
+        if isinstance(failure, OpenRLError):
+            users = isinstance(failure, InvalidRequest | NotFound)
+            return Finished(request=group.request, error=str(failure), category="user" if users else "server")
+        error_id = secrets.token_hex(4)
+        log.error("request %s failed, error %s", group.request.job.request_id, error_id, exc_info=failure)
+        error = f"the sampler failed on this request; its log tells why (error {error_id})"
+        return Finished(request=group.request, error=error)
+
+    def _end(self, failure: Exception) -> None:
+        """Leave as if killed: vLLM is gone, and what was in it is drawn again by the successor."""
+        log.critical("vLLM has ended; leaving", exc_info=failure)
+        logging.shutdown()
+        self._exit(1)
+
+
+def _is_scored(request: Request) -> bool:
+    return request.looked_at_from < len(request.prompt) - 1
+
+
+def _tokens(output: RequestOutput, request: Request) -> Iterator[Token]:
+    """Return the new tokens of an answer with their log-probabilities and, where asked for, the likeliest."""
+    drawn = output.outputs[0]
+    if not drawn.token_ids:
+        return
+    found = drawn.logprobs
+    assert isinstance(found, FlatLogprobs)
+    for place, token in enumerate(drawn.token_ids):
+        first, end = found.start_indices[place], found.end_indices[place]
+        pairs = list(zip(found.token_ids[first:end], found.logprobs[first:end], strict=True))
+        yield Token(int(token), pairs[0][1], _likeliest(pairs, request.topk_sample))
+
+
+def _likeliest(pairs: list[tuple[int, float]], count: int) -> codec.Candidates | None:
+    """Return the likeliest tokens, of the drawn one and then those; None: nobody asked.
+
+    vLLM merges answers that had to wait by token, so that a drawn one which is among the likeliest comes once.
+    """
+    if not count:
+        return None
+    best = pairs[1:] if len(pairs) > count else sorted(pairs, key=lambda pair: -pair[1])
+    ids, values = zip(*best, strict=True)
+    return codec.Candidates(np.array([ids], np.int32), np.array([values], np.float32).clip(min=FLOOR))
