@@ -18,6 +18,8 @@ from pathlib import Path
 PROC = Path("/proc")
 _BOOT = PROC / "sys/kernel/random/boot_id"
 _MACHINE = Path("/etc/machine-id")
+POD_UID = "OPENRL_POD_UID"
+"""The variable by which a pod tells its processes its uid."""
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 """The kernel's own, outside all containers: the number is fixed (PROC_PID_INIT_INO)."""
 
@@ -76,6 +78,7 @@ class Holder:
     """The processes that may have something on an accelerator.
 
     `group`: session or process group that `leader` leads, whose members all count. `others` count wherever they are.
+    `pod`: uid of the Kubernetes pod that they are in, "" outside one; whoever asks its API server can prove it gone.
     """
 
     place: Place
@@ -83,6 +86,7 @@ class Holder:
     group: str
     uid: int
     others: tuple[Process, ...] = ()
+    pod: str = ""
 
     @classmethod
     def this_process(cls) -> Holder:
@@ -99,7 +103,8 @@ class Holder:
         group = "session" if os.getsid(pid) == pid else "group" if os.getpgid(pid) == pid else ""
         if not group:
             raise ValueError(f"process {pid} leads no session or process group; start it with setsid to take turns")
-        return cls(place=Place.here(), leader=Process.of(pid), group=group, uid=_uid(pid))
+        pod = os.environ.get(POD_UID, "")
+        return cls(place=Place.here(), leader=Process.of(pid), group=group, uid=_uid(pid), pod=pod)
 
     def is_gone(self) -> bool:
         """Tell whether it is proved that no process of it is left."""
@@ -126,6 +131,7 @@ class Holder:
             group=row["group"],
             uid=row["uid"],
             others=tuple(Process(**other) for other in row["others"]),
+            pod=row.get("pod", ""),
         )
 
     def _members(self) -> Iterator[bool]:

@@ -35,7 +35,7 @@ PROVE_S = 1.0
 """Between two looks of one that waits at whether the holder is gone."""
 WATCH_S, WATCH_WANTED_S = 1.0, 0.02
 """How long the watching thread sleeps, while nobody waits and while somebody does."""
-NOTE_S = 5.0
+NOTE_S = 2.0
 """Between two reports of a holder's use."""
 
 
@@ -102,18 +102,20 @@ class Seat:
         self._watcher.start()
 
     @contextmanager
-    def turn(self, *, patience_s: float | None = None) -> Iterator[Turn]:
-        """Use the accelerator in the body of the `with`; not to be nested. Wait at most `patience_s`, None: for ever.
+    def turn(self, *, patience_s: float | None = None, gives_up: Callable[[], bool] = lambda: False) -> Iterator[Turn]:
+        """Use the accelerator in the body of the `with`; not to be nested.
+
+        Wait at most `patience_s`, None: for ever; `gives_up` is asked twice a second, and ends the waiting too.
 
         Afterwards the state stays on the accelerator until somebody wants it.
 
         Raises:
-            NotGranted: the patience is at its end, or the seat is closed.
+            NotGranted: the patience is at its end, it was given up, or the seat is closed.
             Refused: the turn was ended from outside. Like Broken, this is for good.
             Broken: parking or restoring failed, now or before.
         """
         with self._using:
-            turn = self._enter(patience_s)
+            turn = self._enter(patience_s, gives_up)
             self._began = time.monotonic()
             try:
                 yield turn
@@ -161,7 +163,7 @@ class Seat:
     ) -> None:
         self.close()
 
-    def _enter(self, patience_s: float | None) -> Turn:
+    def _enter(self, patience_s: float | None, gives_up: Callable[[], bool]) -> Turn:
         if self._broken:
             raise Broken(f"{self.owner} can't use {self.accelerator} any more: {self._broken}; it must leave")
         if self._closed.is_set():
@@ -169,7 +171,7 @@ class Seat:
         if self._turn is not None and self._look(self._turn, idle_s=None):
             self._hand_on()
         if self._turn is None:
-            self._come_in(patience_s)
+            self._come_in(patience_s, gives_up)
         assert self._turn is not None
         return self._turn
 
@@ -182,9 +184,9 @@ class Seat:
         self._wanted = look.hand_on or look.again_s is not None
         return look.hand_on
 
-    def _come_in(self, patience_s: float | None) -> None:
+    def _come_in(self, patience_s: float | None, gives_up: Callable[[], bool]) -> None:
         began = time.monotonic()
-        token = self._wait(patience_s)
+        token = self._wait(patience_s, gives_up)
         turn = Turn(accelerator=self.accelerator, owner=self.owner, token=token)
         self._tell("granted", turn, time.monotonic() - began)
         began = time.monotonic()
@@ -202,7 +204,7 @@ class Seat:
             self._break("the turn was ended from outside", turn, refused)
         self._tell("restored", turn, restore_s)
 
-    def _wait(self, patience_s: float | None) -> int:
+    def _wait(self, patience_s: float | None, gives_up: Callable[[], bool]) -> int:
         """Stand in line until the turn is granted; return its token."""
         until = float("inf") if patience_s is None else time.monotonic() + patience_s
         prove_at = time.monotonic() + PROVE_S
@@ -219,9 +221,9 @@ class Seat:
                 self._owed = None
                 return token
             left = until - time.monotonic()
-            if left <= 0 or self._closed.is_set():
+            if left <= 0 or self._closed.is_set() or gives_up():
                 self._settle()
-                why = "the seat was closed" if self._closed.is_set() else f"not granted within {patience_s} s"
+                why = f"not granted within {patience_s} s" if left <= 0 else "it was given up"
                 raise NotGranted(f"{self.owner} has no turn on {self.accelerator}: {why}")
             self._changed.wait(min(ASK_S, left))
             if time.monotonic() >= prove_at:

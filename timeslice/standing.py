@@ -95,7 +95,9 @@ def _present(row: dict[str, str], now: float) -> Present | None:
 def _owners(turns: Turns, accelerator: str) -> tuple[OwnerUse, ...]:
     prefix, found = keys.owner(accelerator, ""), []
     for key in sorted(turns.redis.scan_iter(match=keys.owners(accelerator), count=1000)):
-        row = {name.decode(): float(value) for name, value in turns.redis.hgetall(key).items()}
+        # `withdrawn` is the name of a seat, not a number.
+        cells = turns.redis.hgetall(key).items()
+        row = {name.decode(): float(value) for name, value in cells if name != b"withdrawn"}
         found.append(
             OwnerUse(
                 owner=key.decode().removeprefix(prefix),
