@@ -11,10 +11,14 @@ import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 
 from celery.beat import Service
 
-from openrl.scheduler.reconcile import SCHEDULE, Reconciler, SchedulerTask
+from openrl.scheduler import metrics
+from openrl.scheduler.needs import Budget
+from openrl.scheduler.reconcile import SCHEDULE, Reconciler, SchedulerTask, reconcile
+from openrl.scheduler.resources import Cluster
 from openrl.scheduler.settings import SchedulerSettings
 from openrl.tasks import revoking, upgrade
 from openrl.tasks.celery import CONTROL_QUEUE, celery
@@ -56,6 +60,45 @@ class Beat(threading.Thread):
         self.join(timeout=3.0)
 
 
+class Poke:
+    """Has the scheduler look soon, however often it is called meanwhile."""
+
+    def __init__(self, wait_s: float = 0.2) -> None:
+        self._wait_s = wait_s
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+
+    def __call__(self) -> None:
+        """Ask for a look; returns at once."""
+        with self._lock:
+            if self._timer is None:
+                self._timer = threading.Timer(self._wait_s, self._send)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def _send(self) -> None:
+        with self._lock:
+            self._timer = None
+        try:
+            reconcile.apply_async(queue=CONTROL_QUEUE, expires=2, retry=False)
+        except Exception as broken:  # whatever the broker's client raises, the beat looks anyway
+            log.info("nobody was called to look, the beat will: %s", broken)
+
+
+def _cluster(store: Store, settings: SchedulerSettings) -> tuple[Cluster | None, str]:
+    """Return where workers run, None for this machine, and the version that they are to have.
+
+    Raises:
+        ValueError: a setting of the cluster makes no sense, or it isn't found.
+    """
+    if settings.cluster == "local":
+        return None, ""
+    # Only here, since its client alone takes half a second and 50 MB to import.
+    from openrl.scheduler.clusters.kubernetes import connect
+
+    return connect(store, os.environ, on_change=Poke())
+
+
 def main() -> int:
     """Serve the queue `control` until SIGTERM or SIGINT. Returns the exit status, 2 where it refuses to start."""
     die_with_parent()
@@ -67,16 +110,20 @@ def main() -> int:
     store = Store.connect(settings)
     try:
         upgrade.check(store)
-    except OtherVersion as other:
-        sys.stderr.write(f"openrl.scheduler: {other}\n")
+        cluster, version = _cluster(store, own)
+        budget = Budget.from_env(os.environ)
+    except (OtherVersion, ValueError) as refused:
+        sys.stderr.write(f"openrl.scheduler: {refused}\n")
         return 2
-    SchedulerTask.reconciler = Reconciler(store, own)
+    SchedulerTask.reconciler = Reconciler(store, own, cluster=cluster, version=version, budget=budget)
     revoking.listen(store)
     # No results are kept, so nothing needs the cleanup that Celery would add to the schedule.
     celery.conf.update(beat_schedule=SCHEDULE, result_expires=None)
     for name in EVERY_TICK:
         logging.getLogger(name).setLevel(logging.WARNING)
-    beat_dir = settings.data_dir / "scheduler"
+    if own.metrics_port:
+        metrics.serve(store, own.metrics_port)
+    beat_dir = Path(own.beat_dir) if own.beat_dir else settings.data_dir / "scheduler"
     beat_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     beat = Beat(str(beat_dir / "beat-schedule"))
     worker = celery.Worker(

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import click
 
+from openrl.scheduler import engines
 from openrl.scheduler.clusters.local import devices
 from openrl.scheduler.settings import DEFAULT_IDLE_TIMEOUT_S, DEFAULT_RESTART_MAX_S, UpSettings
 from openrl.tasks import datadir
@@ -59,8 +60,8 @@ data_dir_option = _option(
               help="A base model to serve: a Hugging Face id, a directory, or a name for a directory. Repeatable. "
                    "[env var: OPENRL_MODELS, separated by commas]")  # fmt: skip
 @_option("--accelerators", envvar="OPENRL_ACCELERATORS", type=click.IntRange(min=0), metavar="N",
-              help="Accelerators to use; 0 means the CPU. Each worker gets the least loaded one, so a model's "
-                   "trainer and sampler may share one: both must fit.  [default: all CUDA devices]")  # fmt: skip
+              help="Accelerators to use, in turns where workers share one; 0 means the CPU without turns. Where there "
+                   "is no CUDA device they are simulated on the CPU.  [default: all CUDA devices]")  # fmt: skip
 @_option("--redis-url", envvar="OPENRL_REDIS_URL", default="", metavar="URL",
               help="A Redis or Valkey of yours (redis://, rediss://, unix://), for this service alone. Give it "
                    "appendonly yes, appendfsync always and noeviction.  [default: an embedded one]")  # fmt: skip
@@ -69,6 +70,14 @@ data_dir_option = _option(
 @_option("--idle-timeout", envvar="OPENRL_IDLE_TIMEOUT_S", type=click.FloatRange(min=0, min_open=True),
               default=DEFAULT_IDLE_TIMEOUT_S, show_default=True, metavar="SECONDS",
               help="A worker without work for this long is stopped; it starts again when needed.")  # fmt: skip
+@_option("--sampler", envvar="OPENRL_SAMPLER", type=click.Choice(engines.CHOICES), default=engines.AUTO,
+              show_default=True,
+              help="What draws samples; auto is vLLM where there is a GPU and vLLM, else torch.")  # fmt: skip
+@_option("--sampler-python", envvar="OPENRL_SAMPLER_PYTHON", default="", metavar="PATH",
+              help="Python for the samplers, with this version of OpenRL in it.  [default: this one]")  # fmt: skip
+@_option("--sampler-replicas", envvar="OPENRL_SAMPLER_REPLICAS", type=click.IntRange(min=1), default=1,
+              show_default=True, metavar="N",
+              help="Samplers of a base model or full run at most; another comes where many samples wait.")  # fmt: skip
 @_option("--api-workers", envvar="OPENRL_API_WORKERS", type=click.IntRange(min=1), default=api_processes,
               help="Processes of the API.  [default: one for each two cores, at most 4]")  # fmt: skip
 @_option("--restart-max", "restart_max_s", envvar="OPENRL_RESTART_MAX_S", type=click.FloatRange(min=0, min_open=True),
@@ -103,7 +112,8 @@ def up(models: tuple[str, ...], accelerators: int | None, idle_timeout: float, *
     if not names:
         raise _Refusal(NO_MODEL)
     try:
-        run(UpSettings(models=names, devices=_devices(accelerators), idle_timeout_s=idle_timeout, **options))
+        chosen = chosen_devices(accelerators, devices())
+        run(UpSettings(models=names, devices=chosen, idle_timeout_s=idle_timeout, **options))
     except Failed as failed:
         raise click.ClickException(str(failed)) from failed
     except OpenRLError as refused:
@@ -149,10 +159,15 @@ def env(data_dir: Path) -> None:
         click.echo(f"export {name}={shlex.quote(value)}")
 
 
-def _devices(accelerators: int | None) -> tuple[str, ...]:
+def chosen_devices(accelerators: int | None, found: tuple[str, ...]) -> tuple[str, ...]:
+    """Return as many of the devices as are asked for; where there are none, so many that are simulated ("").
+
+    A machine whose devices were all hidden by CUDA_VISIBLE_DEVICES counts as one without any.
+    """
     if accelerators == 0:
         return ()
-    found = devices()
+    if accelerators and not found:
+        return ("",) * accelerators
     if accelerators is not None and accelerators > len(found):
         raise _Refusal(
             f"--accelerators {accelerators}: found {len(found)}; if there are more, name them in CUDA_VISIBLE_DEVICES"

@@ -1,106 +1,109 @@
 """From what is seen to what is done: pure, so that every case is a test.
 
-One workload serves a pool: it is wanted from the first operation on, kept while there is work, and let
-go after an idle time. Applying a decision twice, or the same decision by two deciders, is harmless.
+A worker is wanted from the first operation of its pool on, kept while there is work, and let go after an idle time.
+Where there are accelerators it takes a seat at one, alone or in turns with others. Applying a decision twice, or the
+same decision by two deciders, is harmless.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
-from openrl.scheduler.resources import Action, Decision, Demand, Pool, Snapshot, Worker, Workload
-
-HUNG_LEASES, HUNG_LEAST_S = 3.0, 30.0
-"""A process that runs hangs when its lease ended so many leases ago, or so many seconds if that is longer."""
+from openrl.scheduler.asks import Ask, Queue, asks, standing_asks, waiting
+from openrl.scheduler.letting_go import drops, stops
+from openrl.scheduler.moving import lost, moves
+from openrl.scheduler.placement import Placed, Placer
+from openrl.scheduler.preemption import preemptions
+from openrl.scheduler.renewal import replacements
+from openrl.scheduler.resources import Action, Decision, Snapshot, Workload
+from openrl.scheduler.room import Room
+from openrl.scheduler.view import View
 
 
 def decide(snapshot: Snapshot) -> Decision:
     """Return what brings what runs in line with what is asked for."""
-    stops = [action for workload in _by_name(snapshot.workloads) if (action := _stop(workload, snapshot))]
-    leaving = {action.workload.name for action in stops}
-    staying = [workload for workload in snapshot.workloads if workload.name not in leaving]
-    replaced = [action for workload in _by_name(staying) if (action := _replace(workload, snapshot))]
-    return Decision(actions=(*stops, *replaced, *_starts(snapshot, staying)))
+    view = View(snapshot)
+    stopped = stops(view)
+    released = lost(view, _without(view.workloads, stopped))
+    staying = _without(view.workloads, [*stopped, *released])
+    replaced = replacements(view, (workload for workload in staying if workload.is_to_run))
+    leaving = {action.name for action in stopped}
+    woken = [action for workload in staying if (action := _wake(workload, view))]
+    if not snapshot.seen.has_claims:
+        return Decision(actions=(*stopped, *replaced, *_on_the_cpu(view)))
+    # Where claims can be made, a seat is free once its process is gone; a machine's own devices are in turns anyway.
+    room = Room(snapshot.seen, snapshot.policy, gone=() if snapshot.seen.can_claim else leaving)
+    waiting_ones = [*asks(view), *standing_asks(view, room.unspoken)]
+    placed = Placer(view, room).place(Queue(waiting_ones, view))
+    settled = _without(staying, placed.actions)
+    moved = moves(view, room, settled)
+    settled = _without(settled, moved)
+    evicted = _evicted(view, placed, settled, leaving=leaving | {action.name for action in (*released, *moved)})
+    dropped = drops(view, used=placed.used | {spot for spot, _ in placed.taken})
+    changes = (*stopped, *released, *replaced, *woken, *placed.actions, *moved, *evicted, *dropped)
+    return Decision(actions=(*changes, *_notes(placed, view)), waits=_waits(placed))
 
 
-def _replace(workload: Workload, snapshot: Snapshot) -> Action | None:
-    """Replace a process that runs and has lost its lease for so long that it must hang.
-
-    One that never had a lease is still starting. A time in which the scheduler saw nothing doesn't count: the store
-    or the whole machine may have stood still, and nobody could renew anything.
-    """
-    process, sign = snapshot.processes.get(workload.name), snapshot.signs.get(workload.name)
-    if process is None or sign is None or (process.pid, process.generation) != (sign.pid, workload.generation):
+def _wake(workload: Workload, view: View) -> Action | None:
+    """Let the process of a reserved seat start once somebody asks for it."""
+    demand = view.demand(workload)
+    if workload.phase != "Reserved" or demand is None or not demand.depth:
         return None
-    silent_s = snapshot.now - max(sign.at, snapshot.watched_since)
-    if silent_s < snapshot.lease_s + max(HUNG_LEASES * snapshot.lease_s, HUNG_LEAST_S):
-        return None
-    reason = f"process {process.pid} runs and has not renewed its lease for {silent_s:.0f} s: it hangs"
-    return Action(verb="replace", workload=workload, reason=reason)
+    reason = f"{waiting(demand.depth, demand.oldest_s)}; its place at {workload.claim} was kept"
+    after = replace(workload, phase="Placing", reason=reason)
+    return Action(verb="wake", workload=workload, after=after, reason=reason)
 
 
-def _stop(workload: Workload, snapshot: Snapshot) -> Action | None:
-    demand = snapshot.demand.get(workload.pool)
-    if demand is None:
-        return Action(verb="stop", workload=workload, reason=f"{workload.base} is no longer served")
-    if demand.depth:
-        return None
-    workers = [w for w in snapshot.workers if (w.kind, w.slug) == (workload.kind, workload.slug)]
-    if any(worker.state in ("starting", "busy") for worker in workers):
-        return None
-    idle_s = snapshot.now - _last_use(workload, workers)
-    if idle_s < snapshot.idle_timeout_s:
-        return None
-    reason = f"nothing to do for {idle_s:.0f} s (idle timeout {snapshot.idle_timeout_s:g} s)"
-    return Action(verb="stop", workload=workload, reason=reason)
-
-
-def _last_use(workload: Workload, workers: Iterable[Worker]) -> float:
-    """Return when the pool last had work; one whose worker never came up counts from when it was wanted."""
-    return max([workload.since, *(max(worker.started, worker.last_busy) for worker in workers)])
-
-
-def _starts(snapshot: Snapshot, staying: list[Workload]) -> list[Action]:
-    served = {workload.pool for workload in staying}
+def _on_the_cpu(view: View) -> list[Action]:
+    """Start what is asked for where nobody needs a place, those that have waited longest first."""
     actions = []
-    for pool, demand in sorted(snapshot.demand.items(), key=_longest_waiting_first):
-        if not demand.depth or pool in served:
-            continue
-        accelerator = _least_loaded(snapshot.accelerators, staying)
-        workload = Workload(
-            name=pool.workload_name,
-            kind=pool.kind,
-            base=pool.base,
-            slug=pool.slug,
-            accelerator=accelerator,
-            since=snapshot.now,
-        )
-        staying = [*staying, workload]
-        actions.append(Action(verb="start", workload=workload, reason=_why(demand, accelerator)))
+    for ask in sorted(asks(view), key=lambda ask: (-ask.waited_s, ask.name)):
+        for member in ask.members:
+            if member.asked and member.workload is None:
+                reason = f"{ask.in_words}, and no worker is there; goes to the CPU"
+                fresh = member.fresh(view, reason)
+                actions.append(Action(verb="start", workload=fresh, after=fresh, reason=reason))
     return actions
 
 
-def _longest_waiting_first(item: tuple[Pool, Demand]) -> tuple[float, Pool]:
-    pool, demand = item
-    return -demand.oldest_s, pool
+def _evicted(view: View, placed: Placed, staying: list[Workload], *, leaving: set[str]) -> list[Action]:
+    """Let idle workers give way to those that have no place."""
+    limits = Queue([], view)
+    unmet = [ask for ask, _ in placed.waiting if _is_asked(ask) and not limits.beyond_limit(ask)]
+    if not (unmet or placed.standing):
+        return []
+    gone = leaving | {each.name for each in view.workloads if each.phase == "Stopping"}
+    future = Room(view.seen, view.policy, gone=gone)
+    for name, member in placed.taken:
+        spot = future.named(name)
+        if spot is not None:
+            future.take(spot, member.need)
+    return preemptions(view, [*unmet, *placed.standing], future, staying)
 
 
-def _least_loaded(accelerators: int, workloads: Iterable[Workload]) -> int | None:
-    """Return the accelerator with the fewest workloads, the lowest index among equals; None without any."""
-    if not accelerators:
-        return None
-    load = [0] * accelerators
-    for workload in workloads:
-        if workload.accelerator is not None and workload.accelerator < accelerators:
-            load[workload.accelerator] += 1
-    return load.index(min(load))
+def _is_asked(ask: Ask) -> bool:
+    return any(member.asked for member in ask.members)
 
 
-def _why(demand: Demand, accelerator: int | None) -> str:
-    operations = "1 operation waits" if demand.depth == 1 else f"{demand.depth} operations wait"
-    where = "the CPU" if accelerator is None else f"accelerator {accelerator}"
-    return f"{operations}, the oldest for {demand.oldest_s:.1f} s, and no worker is there; goes to {where}"
+def _notes(placed: Placed, view: View) -> list[Action]:
+    """Say of each that waits why it does, where that is news."""
+    actions = []
+    for ask, reason in placed.waiting:
+        for member in ask.members:
+            if member.workload is None:
+                fresh = replace(member.fresh(view, reason), phase="Pending")
+                actions.append(Action(verb="start", workload=fresh, after=fresh, reason=reason))
+            elif member.workload.reason != reason:
+                after = replace(member.workload, reason=reason)
+                actions.append(Action(verb="note", workload=member.workload, after=after, reason=reason))
+    return actions
 
 
-def _by_name(workloads: Iterable[Workload]) -> list[Workload]:
-    return sorted(workloads, key=lambda workload: workload.name)
+def _waits(placed: Placed) -> dict[str, str]:
+    return {member.name: reason for ask, reason in placed.waiting for member in ask.members}
+
+
+def _without(workloads: Iterable[Workload], actions: Iterable[Action]) -> list[Workload]:
+    gone = {action.name for action in actions}
+    return [workload for workload in workloads if workload.name not in gone]

@@ -17,17 +17,30 @@ from openrl.tasks.store import Store, translated
 _FAMILY: dict[Kind, str] = {"trainer": "train", "sampler": "sample"}
 
 
-def demand(journal: Journal, models: Iterable[BaseModel]) -> dict[Pool, Demand]:
-    """Return what every pool of the served models has before it."""
+def demand(journal: Journal, models: Iterable[BaseModel], standing: Iterable[Pool] = ()) -> dict[Pool, Demand]:
+    """Return what every pool of the served models has before it.
+
+    These are the models' own, those of full runs that have something to do, and of those the `standing` ones, whose
+    workers may be idle.
+    """
     pools = {}
+    lasting = {pool.slug for pool in standing}
     for model in models:
-        depth = journal.depth(model.slug)
-        for kind in KINDS:
-            family = _FAMILY[kind]
-            pools[Pool(slug=model.slug, kind=kind, base=model.name)] = Demand(
-                depth=sum(depth[family].values()), oldest_s=float(depth["oldest_s"].get(family, 0.0))
-            )
+        of_runs = {pool.slug for pool in journal.pools(model.slug)}
+        of_runs |= {slug for slug in lasting if keys.is_full(slug) and keys.base_slug(slug) == model.slug}
+        for slug in (model.slug, *sorted(of_runs)):
+            depth = journal.depth(slug)
+            for kind in KINDS:
+                family = _FAMILY[kind]
+                pools[Pool(slug=slug, kind=kind, base=model.name)] = Demand(
+                    depth=sum(depth[family].values()), oldest_s=float(depth["oldest_s"].get(family, 0.0))
+                )
     return pools
+
+
+def owners(journal: Journal, models: Iterable[BaseModel]) -> dict[str, str]:
+    """Return the tenant of each full run's pool that has something to do."""
+    return {pool.slug: pool.tenant for model in models for pool in journal.pools(model.slug)}
 
 
 def workers(store: Store) -> tuple[Worker, ...]:

@@ -46,6 +46,10 @@ def resolve(arguments: Iterable[str]) -> list[BaseModel]:
             raise UnknownModel(f"--model {model.name} is given twice; give each base model once")
         if other:
             raise UnknownModel(f"--model {other.name} and --model {model.name} have the same short name {model.slug!r}")
+        if keys.is_full(model.slug):
+            raise UnknownModel(
+                f"--model {model.name} is called like the pool of a full run; give another name with =PATH"
+            )
         models[model.slug] = model
     return list(models.values())
 

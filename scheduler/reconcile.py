@@ -8,26 +8,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 from celery import Task
 
 from openrl.scheduler import demand
-from openrl.scheduler.clusters.local import LocalCluster
+from openrl.scheduler.clusters.errors import ClusterUnavailable
+from openrl.scheduler.clusters.local import LocalCluster, device_bytes
 from openrl.scheduler.decide import decide
-from openrl.scheduler.resources import Snapshot
+from openrl.scheduler.needs import Budget, Needs
+from openrl.scheduler.resources import Cluster, Need, Pool, Seen, Snapshot
 from openrl.scheduler.retention import retain
 from openrl.scheduler.settings import SchedulerSettings
 from openrl.scheduler.sweep import sweep, sweep_dropped
+from openrl.tasks.assignment import Assignments
 from openrl.tasks.boundaries import reach
 from openrl.tasks.celery import CONTROL_QUEUE, celery
 from openrl.tasks.errors import StoreUnavailable
 from openrl.tasks.futures import Futures
 from openrl.tasks.journal import Journal
-from openrl.tasks.registry import Registry
+from openrl.tasks.registry import BaseModel, Registry
 from openrl.tasks.store import Store, translated
 from openrl.tasks.usage import Usage
+from openrl.timeslice.holder import Holder
 from openrl.timeslice.turn import Turns
 
 log = logging.getLogger(__name__)
@@ -78,14 +82,32 @@ SCHEDULE: dict[str, dict[str, Any]] = {
 class Reconciler:
     """Observes, decides and applies on one store. `clock` returns seconds since the epoch."""
 
-    def __init__(self, store: Store, settings: SchedulerSettings, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        store: Store,
+        settings: SchedulerSettings,
+        *,
+        cluster: Cluster | None = None,
+        version: str = "",
+        budget: Budget | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Work on `cluster`, None: this machine. Workers of another `version` are replaced, "": none is told.
+
+        `budget`: what workers are sized for.
+        """
         self._store = store
+        self._policy = settings.policy(version=version)
+        self._needs = Needs(budget or Budget())
         self._settings = settings
         self._clock = clock
         self._registry = Registry(store)
         self._journal = Journal(store)
         self._futures = Futures(store)
-        self._cluster = LocalCluster(store)
+        size = device_bytes() if settings.accelerators and cluster is None else 0
+        self._local = LocalCluster(store, accelerators=settings.accelerators, device_bytes=size)
+        self._cluster: Cluster = cluster or self._local
+        self._assignments = Assignments(store)
         self._turns = Turns(store.redis)
         self._said = False
         self._watched_since = self._looked = float("-inf")
@@ -97,33 +119,40 @@ class Reconciler:
             reach("scheduler.decided")
         changed = self._cluster.apply(decision.actions)
         for action in decision.actions:
-            if action.workload.name in changed:
-                log.info("%s %s: %s", action.verb, action.workload.name, action.reason)
+            if action.name in changed:
+                log.info("%s %s: %s", action.verb, action.name, action.reason)
         if changed:
             reach("scheduler.applied")
         if not self._said:
-            self._cluster.set_watched()
+            self._local.set_watched()
             self._said = True
 
     def observe(self) -> Snapshot:
         """Return what a decision may depend on, as it is now."""
-        # Demand first: an operation that ends in between leaves an idle time of nearly nothing, never a stop.
-        asked = demand.demand(self._journal, self._registry.models())
+        # Demand before workers: an operation that ends in between leaves an idle time of nearly nothing, never a stop.
         # Processes before signs: one that is replaced in between has given none.
-        processes, signs = self._cluster.processes(), demand.signs(self._store)
+        seen = self._cluster.observe()
+        models = self._registry.models()
+        standing = [workload.pool for workload in seen.workloads]
+        asked, signs = demand.demand(self._journal, models, standing), demand.signs(self._store)
         self._note_look()
         return Snapshot(
+            now=self._clock(),
             demand=asked,
+            seen=seen,
             workers=demand.workers(self._store),
-            workloads=self._cluster.workloads(),
-            processes=processes,
             signs=signs,
             watched_since=self._watched_since,
             lease_s=self._store.settings.lease_s,
-            accelerators=self._settings.accelerators,
-            idle_timeout_s=self._settings.idle_timeout_s,
-            now=self._clock(),
+            needs=self._sizes(seen, asked, models),
+            policy=self._policy,
         )
+
+    def _sizes(self, seen: Seen, asked: Iterable[Pool], models: Sequence[BaseModel]) -> dict[Pool, Need]:
+        """Return what workers need, where that matters: the size of accelerators is known, or can be asked for."""
+        if not (seen.can_claim or any(claim.device_bytes for claim in seen.claims)):
+            return {}
+        return self._needs.of(asked, models, demand.owners(self._journal, models))
 
     def _note_look(self) -> None:
         """Note that the store answers; after a long break, watching begins anew."""
@@ -137,13 +166,18 @@ class Reconciler:
         if closed := self._journal.close_gaps():
             log.info("closed %d gap(s): operations that never arrived", closed)
         for model in self._registry.models():
-            self._journal.unloaded(model.slug)
+            for slug in (model.slug, *(pool.slug for pool in self._journal.pools(model.slug))):
+                self._journal.unloaded(slug)
 
     def sweep_turns(self) -> None:
         """End the turns on accelerators whose holders are proved to be gone."""
         with translated():
             for accelerator in self._turns.accelerators():
-                self._turns.sweep(accelerator)
+                self._turns.sweep(accelerator, is_gone=self._is_gone)
+
+    def _is_gone(self, holder: Holder) -> bool:
+        """Tell whether a turn's holder is proved to be gone: by this machine, or by the API server for its pod."""
+        return holder.is_gone() or self._assignments.has_pod_ended(holder.pod)
 
     def sweep_results(self) -> None:
         """Delete the files of results that have expired."""
@@ -176,7 +210,7 @@ class SchedulerTask(Task):
 
     abstract = True
     send_events = False
-    throws = (StoreUnavailable,)
+    throws = (StoreUnavailable, ClusterUnavailable)
     reconciler: ClassVar[Reconciler]
 
 

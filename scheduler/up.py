@@ -15,13 +15,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from openrl.scheduler import engines, prepare, report
 from openrl.scheduler import models as base_models
-from openrl.scheduler import report
 from openrl.scheduler.clusters.local import LocalCluster
 from openrl.scheduler.resources import Process, Workload
 from openrl.scheduler.settings import SchedulerSettings, UpSettings
@@ -29,22 +29,17 @@ from openrl.scheduler.supervisor import PROCESSES, Program, Supervisor
 from openrl.tasks import datadir, embedded, process, upgrade
 from openrl.tasks.errors import OpenRLError, StoreFault, StoreUnavailable
 from openrl.tasks.loopback import is_loopback
-from openrl.tasks.ownership import new_epoch
-from openrl.tasks.quotas import Amounts, Quotas
-from openrl.tasks.registry import BaseModel, Registry
+from openrl.tasks.registry import BaseModel
 from openrl.tasks.schema import DATA
 from openrl.tasks.settings import StoreSettings
 from openrl.tasks.store import Store
 from openrl.tasks.tenants import Tenants
-from openrl.tasks.usage import Usage
+from openrl.workers.model import settings as placing
 
 SETTINGS = "openrl.settings"
 """The entry points of settings that a part of the service reads from its environment."""
 
 API, SCHEDULER, STORE = "api", "scheduler", "store"
-
-EPOCH = "epoch"
-"""The file that keeps the store's epoch growing even where the store's own data is lost."""
 
 ANY_V4, ANY_V6 = str(ipaddress.IPv4Address(0)), str(ipaddress.IPv6Address(0))
 """Addresses that mean all of the machine's own."""
@@ -97,22 +92,29 @@ def _prepare(settings: UpSettings, held: ExitStack) -> _Up:
     """Refuse what can be refused, and return a service of which nothing is started yet; `held` keeps what it needs."""
     _check_settings(settings)
     _check_directory(settings.data_dir)
+    engine = engines.choose(
+        settings.sampler,
+        settings.sampler_python,
+        own_python=sys.executable,
+        has_gpu=bool(settings.devices),
+        full=os.environ.get(engines.FULL_ENGINE) == engines.VLLM,
+    )
     _end_leftovers(settings)
     listener = held.enter_context(_listen(settings.host, settings.port))
     _check_store(settings)
     # Last, since it may fetch gigabytes.
-    models = base_models.resolve(settings.models)
+    models = engines.as_served(base_models.resolve(settings.models), engine, os.environ)
     held.enter_context(datadir.hold(settings.data_dir))
     if not settings.redis_url:
         embedded.end_leftover(settings.data_dir)
-    return _Up(settings, models, listener)
+    return _Up(settings, models, listener, engine)
 
 
 def _check_settings(settings: UpSettings) -> None:
     """Refuse what any part of the service would refuse: each package names its settings as entry points."""
     environ = os.environ | _environment(settings, port=settings.port)
     parts = [entry.load() for entry in entry_points(group=SETTINGS)]
-    for part in (StoreSettings, SchedulerSettings, *parts):
+    for part in (StoreSettings, SchedulerSettings, placing.AcceleratorSettings, *parts):
         try:
             part.from_env(environ)
         except ValueError as nonsense:
@@ -129,6 +131,7 @@ def _environment(settings: UpSettings, *, port: int) -> dict[str, str]:
         "OPENRL_PORT": str(port),
         "OPENRL_API_WORKERS": str(settings.api_workers),
         "OPENRL_ACCELERATORS": str(len(settings.devices)),
+        "OPENRL_SAMPLER_REPLICAS": str(settings.sampler_replicas),
         "OPENRL_IDLE_TIMEOUT_S": str(settings.idle_timeout_s),
     }
 
@@ -137,26 +140,12 @@ def _check_directory(data_dir: Path) -> None:
     """Refuse a directory that can't be used, or that would first have to be made where that can't be done."""
     datadir.check_private(data_dir)
     upgrade.check_directory(data_dir)
-    _lowest_epoch(data_dir)
+    prepare.lowest_epoch(data_dir)
     there = next(path for path in (data_dir, *data_dir.parents) if path.exists())
     if not there.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-
-def _lowest_epoch(data_dir: Path) -> int:
-    """Return the least epoch that is above every earlier one of this directory, as far as its file knows."""
-    path = data_dir / EPOCH
-    if not path.exists():
-        return 0
-    text = path.read_text(errors="replace").strip()
-    if not text.isdecimal():
-        raise Refused(
-            f"{path} is damaged, perhaps by a power cut: if the store's data ({data_dir / 'store'}, or your own store) "
-            "is whole, remove that file and start again; else begin with a new --data-dir"
-        )
-    return int(text) + 1
 
 
 def _end_leftovers(settings: UpSettings) -> None:
@@ -224,8 +213,11 @@ def _store_settings(settings: UpSettings) -> StoreSettings:
 class _Up:
     """One life of a service. Holds the data directory's lock from outside."""
 
-    def __init__(self, settings: UpSettings, models: list[BaseModel], listener: socket.socket) -> None:
+    def __init__(
+        self, settings: UpSettings, models: list[BaseModel], listener: socket.socket, engine: engines.Engine
+    ) -> None:
         self._settings = settings
+        self._engine = engine
         self._models = models
         self._listener = listener
         self._port: int = listener.getsockname()[1]
@@ -286,13 +278,8 @@ class _Up:
             report.line(f"upgraded the data from schema {found} to {DATA}; an earlier version can't use it any more")
 
     def _register(self) -> None:
-        registry = Registry(self._store)
-        self._check_weights(registry.made_on())
-        registry.remove_models()
-        for model in self._models:
-            registry.add_model(model)
-        Quotas(self._store).publish(Amounts.of(self._store.settings))
-        Usage(self._store).meter()
+        prepare.check_weights(self._store, self._models)
+        prepare.register(self._store, self._models)
         LocalCluster(self._store).clear()
         datadir.publish(
             self._settings.data_dir,
@@ -304,15 +291,6 @@ class _Up:
                 started=time.time(),
             ),
         )
-
-    def _check_weights(self, made_on: Mapping[str, str]) -> None:
-        """Refuse other weights under a name that has runs: all that they have learned stands on the old ones."""
-        for model in self._models:
-            if model.is_other(made_on.get(model.name, "")):
-                raise Refused(
-                    f"--model {model.name}: {model.path} holds other weights than those that its runs were made on; "
-                    f"serve these under another name (--model NAME={model.path}), or start with the old ones"
-                )
 
     def _start_services(self) -> None:
         descriptor = self._listener.fileno()
@@ -383,9 +361,25 @@ class _Up:
     def _worker(self, workload: Workload) -> Program:
         module = f"openrl.workers.{workload.kind}"
         # The same name after a crash: by taking the lease anew, the successor frees what the dead one owned at once.
-        argv = [sys.executable, "-m", module, "--base", workload.base, "--name", workload.name]
+        samples = workload.kind == "sampler" and (self._engine.full or not workload.pool.is_full)
+        engine = self._engine if samples else engines.Engine(name=engines.TORCH, python=sys.executable)
+        argv = [engine.python, "-m", module, "--base", workload.base, "--name", workload.name]
+        argv += ["--pool", workload.slug] if workload.pool.is_full else []
         device = "" if workload.accelerator is None else self._settings.devices[workload.accelerator]
-        return Program(name=workload.name, argv=argv, env={**self._environment(), "CUDA_VISIBLE_DEVICES": device})
+        env = {**self._environment(), **engine.environ, "CUDA_VISIBLE_DEVICES": device, **self._turns(workload, engine)}
+        return Program(name=workload.name, argv=argv, env=env)
+
+    def _turns(self, workload: Workload, engine: engines.Engine) -> dict[str, str]:
+        """Let a worker take turns at its claim; where no device is behind that, on one of a bounded size.
+
+        vLLM takes none yet: it lies beside whoever has the turn, and both must fit.
+        """
+        if workload.accelerator is None or engine.name == engines.VLLM:
+            return {placing.VARIABLE: ""}
+        turns = {placing.VARIABLE: workload.claim or ""}
+        if not self._settings.devices[workload.accelerator] and not os.environ.get(placing.BYTES):
+            turns[placing.BYTES] = str(placing.half_of_memory() // len(self._settings.devices))
+        return turns
 
     def _mark_epoch(self) -> None:
         """Tell the store that it was started anew: whoever wrote to it before must not be believed."""
@@ -398,16 +392,14 @@ class _Up:
             return
         except OSError as error:
             if self._epoch_trouble != error.errno:
-                report.line(f"cannot write {self._settings.data_dir / EPOCH}: {error.strerror}; trying again")
+                report.line(f"cannot write {self._settings.data_dir / prepare.EPOCH}: {error.strerror}; trying again")
             self._epoch_trouble = error.errno
             return
         self._epoch_of, self._epoch_trouble = pid, None
 
     def _new_epoch(self) -> None:
         """Begin an epoch above every earlier one of this directory, even on a store that came back empty."""
-        data_dir = self._settings.data_dir
-        epoch = new_epoch(self._store, _lowest_epoch(data_dir))
-        datadir.write_private(data_dir / EPOCH, str(epoch))
+        prepare.begin_epoch(self._store)
 
     # Ending
 
@@ -468,7 +460,7 @@ class _Wanted(threading.Thread):
         while not self._stopping.wait(WANTED_S):
             try:
                 self._cluster.report(self.running)
-                self.latest = self._cluster.workloads()
+                self.latest = self._cluster.wanted()
             except (StoreUnavailable, StoreFault):
                 continue
 

@@ -18,11 +18,18 @@ OF_UP = {"redis_url", "data_dir", "broker_url", "host", "port", "listen_fd", "ap
 
 BESIDE = {
     "OPENRL_LOG_LEVEL": "INFO",
+    "OPENRL_CLUSTER": "local",
+    "OPENRL_BEAT_DIR": "",
+    "OPENRL_METRICS_PORT": "0",
     "OPENRL_DOORBELL_THREADS": "256",
     "OPENRL_ORPHAN_AGE_S": "86400",
     "OPENRL_VERSION_TTL_S": "86400",
     "OPENRL_VERSION_LAST": "8",
     "OPENRL_VERSION_BYTES": "17179869184",
+    "OPENRL_STRATEGY": "spread",
+    "OPENRL_SAMPLER_REPLICAS": "1",
+    "OPENRL_TENANT_WORKERS": "",
+    "OPENRL_TIERS_GIB": "",
 }
 """Read by each process for itself, before there are settings, or by the scheduler alone."""
 

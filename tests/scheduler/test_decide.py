@@ -6,8 +6,21 @@ from dataclasses import replace
 
 import pytest
 
+from openrl.scheduler.clusters.local import claim_name
 from openrl.scheduler.decide import decide
-from openrl.scheduler.resources import Demand, Pool, Process, Sign, Snapshot, Worker, Workload
+from openrl.scheduler.resources import (
+    Claim,
+    Demand,
+    Node,
+    Policy,
+    Pool,
+    Process,
+    Seen,
+    Sign,
+    Snapshot,
+    Worker,
+    Workload,
+)
 
 NOW = 10_000.0
 TRAINER = Pool(slug="tiny", kind="trainer", base="Org/Tiny")
@@ -15,17 +28,30 @@ SAMPLER = Pool(slug="tiny", kind="sampler", base="Org/Tiny")
 
 
 def workload(pool: Pool = TRAINER, *, accelerator: int | None = None, since: float = NOW - 5000) -> Workload:
-    return Workload(
-        name=pool.workload_name, kind=pool.kind, base=pool.base, slug=pool.slug, accelerator=accelerator, since=since
-    )
+    claim = None if accelerator is None else claim_name(accelerator)
+    return Workload(name=pool.workload_name, kind=pool.kind, base=pool.base, slug=pool.slug, claim=claim, since=since)
 
 
 def worker(pool: Pool = TRAINER, *, state: str = "ready", last_busy: float = 0.0, started: float = 0.0) -> Worker:
     return Worker(worker_id="w", kind=pool.kind, slug=pool.slug, state=state, started=started, last_busy=last_busy)
 
 
-def snapshot(**fields) -> Snapshot:
-    return Snapshot(**{"now": NOW, "demand": {TRAINER: Demand(), SAMPLER: Demand()}, **fields})
+def machine(*, workloads: tuple[Workload, ...] = (), accelerators: int = 0, processes=None) -> Seen:
+    """One machine: each accelerator is a claim, and whoever names it has a seat there."""
+    claims = tuple(
+        Claim(name=name, node="local", fixed=True, seats=tuple(w.seat for w in workloads if w.claim == name))
+        for name in map(claim_name, range(accelerators))
+    )
+    nodes = (Node(name="local"),)
+    return Seen(
+        nodes=nodes, claims=claims, workloads=workloads, processes=processes or {}, has_claims=bool(accelerators)
+    )
+
+
+def snapshot(*, workloads=(), accelerators: int = 0, processes=None, **fields) -> Snapshot:
+    seen = machine(workloads=tuple(workloads), accelerators=accelerators, processes=processes)
+    demand = {TRAINER: Demand(), SAMPLER: Demand()}
+    return Snapshot(**{"now": NOW, "demand": demand, "seen": seen, "policy": Policy(idle_timeout_s=900), **fields})
 
 
 def verbs(seen: Snapshot) -> list[tuple[str, str]]:
@@ -33,13 +59,12 @@ def verbs(seen: Snapshot) -> list[tuple[str, str]]:
 
 
 def applied(seen: Snapshot) -> Snapshot:
-    workloads = {w.name: w for w in seen.workloads}
+    workloads = {w.name: w for w in seen.seen.workloads}
     for action in decide(seen).actions:
-        if action.verb == "start":
-            workloads[action.workload.name] = action.workload
-        else:
-            del workloads[action.workload.name]
-    return replace(seen, workloads=tuple(workloads.values()))
+        workloads.pop(action.name, None)
+        if action.after is not None:
+            workloads[action.name] = action.after
+    return replace(seen, seen=machine(workloads=tuple(workloads.values()), accelerators=len(seen.seen.claims)))
 
 
 def test_nothing_starts_without_demand():
@@ -166,7 +191,7 @@ def test_the_pool_that_waited_longest_chooses_first():
 def test_every_action_says_why_in_words():
     seen = snapshot(demand={TRAINER: Demand(depth=2, oldest_s=1.25)}, accelerators=1)
     [start] = decide(seen).actions
-    assert start.reason == "2 operations wait, the oldest for 1.2 s, and no worker is there; goes to accelerator 0"
+    assert start.reason == "2 operations wait, the oldest for 1.2 s, and no worker is there; goes to gpu-0"
     [stop] = decide(snapshot(workloads=(workload(since=NOW - 1000),))).actions
     assert stop.reason == "nothing to do for 1000 s (idle timeout 900 s)"
 

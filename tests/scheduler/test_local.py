@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from openrl.scheduler.clusters import local
-from openrl.scheduler.clusters.local import LocalCluster, devices
-from openrl.scheduler.resources import Action, Process, Workload
+from openrl.scheduler.clusters.local import LocalCluster, claim_name, devices
+from openrl.scheduler.resources import Action, Claim, Process, Workload
 
 
-def workload(*, since: float = 1.0, accelerator: int | None = None) -> Workload:
-    return Workload(
-        name="trainer-tiny", kind="trainer", base="Org/Tiny", slug="tiny", accelerator=accelerator, since=since
-    )
+def workload(*, since: float = 1.0, accelerator: int | None = None, name: str = "trainer-tiny") -> Workload:
+    claim = None if accelerator is None else claim_name(accelerator)
+    return Workload(name=name, kind="trainer", base="Org/Tiny", slug="tiny", claim=claim, since=since)
 
 
-def start(**fields) -> Action:
-    return Action(verb="start", workload=workload(**fields), reason="")
+def start(*, claim: Claim | None = None, **fields) -> Action:
+    wanted = workload(**fields)
+    seen = claim or (Claim(name=wanted.claim, revision="0") if wanted.claim else None)
+    return Action(verb="start", workload=wanted, after=wanted, claim=seen, reason="")
 
 
 def stop(**fields) -> Action:
@@ -24,7 +27,8 @@ def stop(**fields) -> Action:
 
 
 def renewed(**fields) -> Action:
-    return Action(verb="replace", workload=workload(**fields), reason="")
+    after = replace(workload(**fields), generation=1)
+    return Action(verb="replace", workload=workload(**fields), after=after, reason="")
 
 
 @pytest.fixture
@@ -53,6 +57,26 @@ def test_a_stop_decided_on_an_older_workload_leaves_the_newer_one(cluster):
 
 def test_a_stop_of_what_is_gone_changes_nothing(cluster):
     assert cluster.apply([stop()]) == set()
+
+
+def test_of_two_deciders_that_take_the_last_room_at_an_accelerator_one_has_it(store):
+    cluster = LocalCluster(store, accelerators=2)
+    seen, _ = cluster.observe().claims
+    both = [start(claim=seen, accelerator=0, name=name) for name in "ab"]
+    assert cluster.apply(both) == {"a", "b"}
+    assert cluster.apply([start(claim=seen, accelerator=0, name="c")]) == set()
+    now, other = cluster.observe().claims
+    assert [seat.workload for seat in now.seats] == ["a", "b"] and other.seats == ()
+    assert cluster.apply([start(claim=now, accelerator=0, name="c")]) == {"c"}
+    cluster.apply([stop(accelerator=0, name="a")])
+    assert cluster.apply([start(claim=now, accelerator=0, name="d")]) == set(), "a seat that was left is a change too"
+
+
+def test_one_that_waits_for_a_place_has_no_process(store):
+    cluster = LocalCluster(store, accelerators=1)
+    waiting = replace(workload(), phase="Pending")
+    cluster.apply([Action(verb="start", workload=waiting, after=waiting, reason="")])
+    assert cluster.workloads() == (waiting,) and cluster.wanted() == ()
 
 
 def test_nothing_to_do_asks_nothing_of_the_store(cluster):

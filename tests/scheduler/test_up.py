@@ -13,7 +13,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from openrl.scheduler import cli, report, supervisor, up
+from openrl.scheduler import cli, engines, report, supervisor, up
 from openrl.scheduler.settings import UpSettings
 from openrl.scheduler.supervisor import PROCESSES
 from openrl.tasks import datadir, embedded
@@ -173,7 +173,7 @@ def failed(*arguments: object) -> str:
 def test_a_part_that_refuses_its_settings_ends_the_service_and_is_named_with_its_reason(tmp_path):
     settings = UpSettings(host="127.0.0.1", port=0, data_dir=tmp_path, models=("m",))
     with up._listen("127.0.0.1", 0) as listener:
-        service = up._Up(settings, [], listener)
+        service = up._Up(settings, [], listener, engines.Engine(name=engines.TORCH, python=sys.executable))
         reason = "OPENRL_THIS must be at least 1"
         code = f"import sys; sys.stderr.write('starting\\n{reason}\\n'); sys.exit({supervisor.REFUSED})"
         service._supervisor.start(supervisor.Program(name="api", argv=[sys.executable, "-c", code]))
@@ -291,6 +291,12 @@ def test_more_accelerators_than_there_are_is_refused(tmp_path, model, monkeypatc
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     line = refused("--data-dir", tmp_path / "data", "--model", f"m={model}", "--port", 0, "--accelerators", 2)
     assert "--accelerators 2: found 1" in line
+
+
+def test_where_there_are_no_devices_accelerators_are_simulated():
+    assert cli.chosen_devices(2, ()) == ("", "")
+    assert (cli.chosen_devices(None, ()), cli.chosen_devices(0, ("0",))) == ((), ())
+    assert cli.chosen_devices(1, ("3", "5")) == ("3",)
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path, model):

@@ -1,0 +1,113 @@
+"""What a worker of each served pool needs, by its base model's config.json and the settings of the workers.
+
+Reads each config once. A model whose size can't be told has none that is known, and bounds nothing; `openrl explain`
+says why.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from openrl.scheduler.resources import Need, Pool
+from openrl.scheduler.shape import Shape
+from openrl.scheduler.sizing import Size, full_trainer, lora_trainer, sampler
+from openrl.tasks.errors import InvalidRequest
+from openrl.tasks.registry import BaseModel
+
+log = logging.getLogger(__name__)
+
+ON_A_GPU_TOKENS = 16_384
+"""Tokens of a pass where no setting says otherwise, as the trainer's own settings have it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What workers are sized for; the workers read the same variables."""
+
+    dtype: str = "bfloat16"
+    token_budget: int = ON_A_GPU_TOKENS
+    """OPENRL_TRAINER_TOKEN_BUDGET: tokens of a micro-batch."""
+    rank: int = 32
+    """Rank of the LoRA runs that a trainer is sized for."""
+    runs: int = 8
+    """So many of them on the device at once; further ones lie in host memory until they are used."""
+    kv_tokens: int = 65_536
+    """OPENRL_SAMPLER_KV_TOKENS: positions of the sampler's cache."""
+    versions: int = 16
+    """OPENRL_SAMPLER_VERSIONS: adapters that a sampler keeps."""
+    alone: bool = False
+    """OPENRL_SAMPLER_ENGINE=vllm: samplers of base models take no turns, so each has its accelerator alone."""
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> Budget:
+        """Read what is set. Raises ValueError naming the variable that makes no sense."""
+        return cls(
+            token_budget=_integer(environ, "OPENRL_TRAINER_TOKEN_BUDGET", 0) or ON_A_GPU_TOKENS,
+            kv_tokens=_integer(environ, "OPENRL_SAMPLER_KV_TOKENS", 65_536),
+            versions=_integer(environ, "OPENRL_SAMPLER_VERSIONS", 16),
+            alone=environ.get("OPENRL_SAMPLER_ENGINE", "") == "vllm",
+        )
+
+
+class Needs:
+    """Sizes of workers, each model's config read once."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._shapes: dict[str, Shape | str] = {}
+
+    def of(self, pools: Iterable[Pool], models: Iterable[BaseModel], owners: Mapping[str, str]) -> dict[Pool, Need]:
+        """Return what a worker of each pool needs. `owners`: the tenant of each pool of a full run."""
+        by_name = {model.name: model for model in models}
+        return {pool: self._need(pool, by_name[pool.base], owners) for pool in pools if pool.base in by_name}
+
+    def size(self, pool: Pool, model: BaseModel, *, on_bytes: int = 0) -> Size | str:
+        """Return the size of a worker of the pool, or why it can't be told. `on_bytes`: the device it would have."""
+        shape = self._shape(model)
+        if isinstance(shape, str):
+            return shape
+        budget = self._budget
+        if pool.kind == "sampler":
+            versions = 0 if pool.is_full else budget.versions
+            return sampler(shape, dtype=budget.dtype, kv_tokens=budget.kv_tokens, rank=budget.rank, versions=versions)
+        if pool.is_full:
+            return full_trainer(shape, dtype=budget.dtype, token_budget=budget.token_budget)
+        return lora_trainer(shape, dtype=budget.dtype, rank=budget.rank, token_budget=budget.token_budget,
+                            runs=budget.runs, on_bytes=on_bytes)  # fmt: skip
+
+    def _need(self, pool: Pool, model: BaseModel, owners: Mapping[str, str]) -> Need:
+        owner, size = owners.get(pool.slug, ""), self.size(pool, model)
+        alone = self._budget.alone and pool.kind == "sampler" and not pool.is_full
+        if isinstance(size, str):
+            return Need(owner=owner, words=size, exclusive=alone)
+        return Need(
+            device_bytes=size.device_bytes, host_bytes=size.host_bytes, exclusive=alone, owner=owner, words=size.words
+        )  # fmt: skip
+
+    def _shape(self, model: BaseModel) -> Shape | str:
+        if model.path not in self._shapes:
+            self._shapes[model.path] = _read(model)
+        return self._shapes[model.path]
+
+
+def _read(model: BaseModel) -> Shape | str:
+    try:
+        return Shape.of(json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, InvalidRequest) as unknown:
+        log.warning("the size of %s isn't known: %s", model.name, unknown)
+        return f"its size isn't known: {unknown}"
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name, "")
+    try:
+        number = int(text) if text else default
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not a whole number") from None
+    if number < 0:
+        raise ValueError(f"{name}={text!r} must be 0 or more")
+    return number
