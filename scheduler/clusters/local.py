@@ -1,7 +1,8 @@
 """Workloads as processes of this machine: the scheduler writes what is wanted, the supervisor makes it so.
 
 What is wanted is one Redis hash, what runs another. The two sides share nothing else: the scheduler starts no
-process, and the supervisor decides nothing.
+process, and the supervisor decides nothing. The machine is the one node, each of its accelerators a claim that is
+always allocated, and a claim's seats are the workloads that name it.
 """
 
 from __future__ import annotations
@@ -10,53 +11,113 @@ import json
 import os
 import shutil
 import subprocess
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
+from typing import Self
 
-from openrl.scheduler.resources import Action, Process, Workload
+import psutil
+
+from openrl.scheduler.resources import Action, Claim, Node, Process, Seat, Seen, Workload
 from openrl.tasks import keys
 from openrl.tasks.schema import PROCESS
 from openrl.tasks.store import Store, translated
 
 WORKLOADS = "openrl:local:workloads"
 """hash: workload name -> its canonical JSON"""
+SEATS = "openrl:local:seats"
+"""hash: claim -> how often its seats have changed"""
 WATCHED = "openrl:local:watched"
-"""string: set once a scheduler has looked at the service that started last"""
+"""string: set once a scheduler has looked at the service that started last: its accelerators, and the bytes of each"""
 PROCESSES = "openrl:local:processes"
 """hash: workload name -> JSON of the process that runs for it"""
 
+NODE = "local"
 DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 class LocalCluster:
-    """The wanted processes of one machine."""
+    """The wanted processes of one machine.
 
-    def __init__(self, store: Store) -> None:
+    `accelerators`: how many it has. `device_bytes`: the memory of each, 0 where that isn't known.
+    """
+
+    def __init__(self, store: Store, *, accelerators: int = 0, device_bytes: int = 0) -> None:
         self._store = store
+        self._accelerators = accelerators
+        self._device_bytes = device_bytes
         self._apply = store.script("workloads")
 
+    @classmethod
+    def as_watched(cls, store: Store) -> Self:
+        """Return the machine as its scheduler takes it to be."""
+        with translated():
+            said = store.redis.get(WATCHED) or b"0 0"
+        accelerators, device_bytes = (int(number) for number in said.split())
+        return cls(store, accelerators=accelerators, device_bytes=device_bytes)
+
+    def observe(self) -> Seen:
+        """Return this machine, what is wanted on it, and what the supervisor said that runs."""
+        # Counts before seats: a seat that is taken in between is one that the count doesn't know.
+        counts = self._counts()
+        workloads = self.workloads()
+        return Seen(
+            nodes=(Node(name=NODE, host_bytes=psutil.virtual_memory().total),),
+            claims=self._claims(workloads, counts),
+            workloads=workloads,
+            processes=self.processes(),
+            has_claims=bool(self._accelerators),
+        )
+
     def workloads(self) -> tuple[Workload, ...]:
-        """Return every workload that is wanted now, by name."""
+        """Return every workload that there is now, by name; also those that wait for a place."""
         with translated():
             rows = self._store.redis.hgetall(WORKLOADS)
         return tuple(Workload.from_json(rows[name]) for name in sorted(rows))
 
+    def wanted(self) -> tuple[Workload, ...]:
+        """Return the workloads whose processes are to run, by name."""
+        return tuple(workload for workload in self.workloads() if workload.is_to_run)
+
     def apply(self, actions: Sequence[Action]) -> set[str]:
         """Carry out the actions; return the names of the workloads that they changed.
 
-        A start does nothing where the workload is wanted already, the others nothing where it is not the one seen.
+        A start does nothing where the workload is there already, the others nothing where it is not the one seen, and
+        none takes a seat at an accelerator whose seats have changed.
         """
-        if not actions:
+        args = [text for action in actions if action.workload for text in _change(action)]
+        if not args:
             return set()
-        args = [text for action in actions for text in (action.workload.name, *_change(action))]
         with translated():
-            return {name.decode() for name in self._apply(WORKLOADS, *args)}
+            return {name.decode() for name in self._apply(WORKLOADS, SEATS, *args)}
+
+    def _counts(self) -> dict[str, str]:
+        with translated():
+            rows = self._store.redis.hgetall(SEATS)
+        return {name.decode(): count.decode() for name, count in rows.items()}
+
+    def _claims(self, workloads: Sequence[Workload], counts: Mapping[str, str]) -> tuple[Claim, ...]:
+        seats: dict[str, list[Seat]] = defaultdict(list)
+        for workload in workloads:
+            if workload.claim is not None:
+                seats[workload.claim].append(workload.seat)
+        return tuple(
+            Claim(
+                name=name,
+                node=NODE,
+                device_bytes=self._device_bytes,
+                seats=tuple(seats[name]),
+                fixed=True,
+                revision=counts.get(name, "0"),
+            )
+            for name in map(claim_name, range(self._accelerators))
+        )
 
     def clear(self) -> None:
         """Want nothing: no worker starts because a service did. No scheduler has looked at it yet."""
         with translated():
-            self._store.redis.delete(WORKLOADS, WATCHED, PROCESSES, keys.SIGNS)
+            self._store.redis.delete(WORKLOADS, SEATS, WATCHED, PROCESSES, keys.SIGNS)
 
     def processes(self) -> dict[str, Process]:
         """Return what the supervisor runs for the workloads, by name."""
@@ -77,7 +138,7 @@ class LocalCluster:
     def set_watched(self) -> None:
         """Note that a scheduler works."""
         with translated():
-            self._store.redis.set(WATCHED, 1)
+            self._store.redis.set(WATCHED, f"{self._accelerators} {self._device_bytes}")
 
     def is_watched(self) -> bool:
         """Tell whether a scheduler has worked since `clear`."""
@@ -85,12 +146,25 @@ class LocalCluster:
             return bool(self._store.redis.exists(WATCHED))
 
 
-def _change(action: Action) -> tuple[str, str]:
-    """Return the workload's text before and after the action; "" means none."""
-    text = action.workload.to_json()
-    if action.verb == "replace":
-        return text, replace(action.workload, generation=action.workload.generation + 1).to_json()
-    return ("", text) if action.verb == "start" else (text, "")
+def claim_name(index: int) -> str:
+    """Return the name of the claim that this machine's accelerator of an index is."""
+    return f"gpu-{index}"
+
+
+def _change(action: Action) -> tuple[str, ...]:
+    """Return what the script takes for one action: "" means none."""
+    before, after = None if action.verb == "start" else action.workload, action.after
+    left = (before.claim if before else None) or ""
+    taken = (after.claim if after else None) or ""
+    stays = left == taken
+    return (
+        action.name,
+        before.to_json() if before else "",
+        after.to_json() if after else "",
+        "" if stays else left,
+        "" if stays else taken,
+        action.claim.revision if action.claim and not stays else "",
+    )
 
 
 def devices() -> tuple[str, ...]:
@@ -99,6 +173,16 @@ def devices() -> tuple[str, ...]:
     if visible is not None:
         return tuple(name.strip() for name in visible.split(",") if name.strip() not in ("", "-1"))
     return tuple(str(index) for index in range(_count()))
+
+
+def device_bytes() -> int:
+    """Return the memory of the smallest CUDA device of this machine, 0 where the driver's tool doesn't say."""
+    if program := shutil.which("nvidia-smi"):
+        command = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        listing = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        sizes = [int(line) << 20 for line in listing.stdout.split() if line.isdecimal()]
+        return min(sizes, default=0) if listing.returncode == 0 else 0
+    return 0
 
 
 def _count() -> int:
