@@ -9,11 +9,12 @@ PIP_FLAGS ?=
 BIN := .venv/bin
 STAMP := .venv/.installed
 COOKBOOK := .venv-cookbook
+VLLM := .venv-vllm
 SDKS := 0.6.3 0.18.2 0.24.1 0.30.4 0.38.0
 MYPY := $(BIN)/mypy -p openrl
 PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: help install demo bench mixed-curves chaos test test-full test-wheel test-cookbook test-sdks openapi compatibility lint format proto clean
+.PHONY: help install demo bench simulate mixed-curves duty-cycle chaos test test-full test-wheel test-cookbook test-vllm test-sdks openapi compatibility manifests lint format proto clean
 
 help: ## Say what can be made
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -39,7 +40,7 @@ test: install ## Run the tests
 	$(BIN)/python -m pytest $(ARGS)
 
 test-full: install ## Run the longer forms of the tests: more examples, every method of the SDK
-	$(BIN)/python -m pytest -m "full and not cookbook and not sdks" $(ARGS)
+	$(BIN)/python -m pytest -m "full and not cookbook and not sdks and not vllm" $(ARGS)
 
 test-wheel: install ## Build the wheel, install it elsewhere, import every module
 	$(BIN)/python -m pytest tests/test_wheel.py $(ARGS)
@@ -55,6 +56,19 @@ $(COOKBOOK)/.installed: tests/cookbook/requirements.txt
 	$(COOKBOOK)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-deps tinker-cookbook==0.6.1
 	@touch $@
 
+test-vllm: install $(VLLM)/.installed ## Run vLLM: the suite that every engine runs, and a service that samples on it
+	$(VLLM)/bin/python -m pytest tests/contract -m vllm -W default $(ARGS)
+	$(BIN)/python -m pytest tests/stack/test_vllm.py -m vllm $(ARGS)
+
+# vLLM's CPU build wants audio and video libraries that it can't load, and that nothing here needs.
+$(VLLM)/.installed: tests/contract/requirements.txt | $(STAMP)
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --upgrade pip
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -r $<
+	$(VLLM)/bin/python -m pip uninstall --quiet --disable-pip-version-check --yes torchaudio torchcodec torchvision
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) --no-build-isolation --no-deps --editable .
+	@touch $@
+
 test-sdks: install $(SDKS:%=.venv-sdk-%/.installed) ## Run one session under each SDK that is supported, against the service
 	$(BIN)/python -m pytest tests/sdks -m sdks $(ARGS)
 
@@ -67,9 +81,16 @@ test-sdks: install $(SDKS:%=.venv-sdk-%/.installed) ## Run one session under eac
 
 bench: install ## Measure what the service costs over a plain loop: one JSON line a figure, some minutes
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+	@test ! -e $(VLLM)/.installed || $(BIN)/python benchmarks/bench.py --vllm $(CURDIR)/$(VLLM)/bin/python $(ARGS)
+
+simulate: install ## Time the scheduler's decisions, and what they make of the shipped traces: one JSON line a figure
+	$(BIN)/python benchmarks/simulate.py $(ARGS)
 
 mixed-curves: install ## Train eight runs at once and each alone, and compare their curves: a few minutes
 	$(BIN)/python experiments/mixed_curves.py $(ARGS)
+
+duty-cycle: install ## Let three jobs share two accelerators, and compare with six dedicated ones: some ten minutes
+	$(BIN)/python experiments/duty_cycle.py $(ARGS)
 
 lint: install ## Check style, types and who imports whom
 	$(BIN)/ruff check .
@@ -86,6 +107,9 @@ openapi: install ## Keep the OpenAPI document after an addition; refuses where /
 
 compatibility: install ## Probe every method of the SDK against a service, and write docs/compatibility.md
 	$(BIN)/python -m tests.stack.compatibility
+
+manifests: install ## Render the Kustomize base, k8s/openrl.yaml and the chart's table from the chart
+	$(BIN)/python k8s/manifests.py
 
 proto: install ## Compile tasks/wire/openrl.proto
 	$(BIN)/python -m grpc_tools.protoc --proto_path=.typing --python_out=.typing --pyi_out=.typing \

@@ -35,6 +35,17 @@ def test_the_gpu_script_runs_every_figure_on_a_cpu_with_a_tiny_shape(monkeypatch
     )
 
 
+def test_the_script_for_turns_parks_and_restores_every_state_on_a_cpu_with_a_tiny_shape(monkeypatch, capsys):
+    torch.set_num_threads(1)
+    script("benchmarks/gpu_turns.py", "--shape", "tiny", "--device", "cpu", monkeypatch=monkeypatch)
+    link, *lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert link["out_gb_s"] > 0 and [line["state"] for line in lines] == ["full"] * 4 + ["lora"] * 4
+    assert all(line["restore_gb_s"] > 0 for line in lines)
+    # The first park copies everything, the others what has changed: of a LoRA trainer not the base.
+    first, later = lines[4]["parked_bytes"], lines[5]["parked_bytes"]
+    assert first == lines[4]["state_bytes"] > later > 0
+
+
 def test_a_gpu_that_is_not_there_is_refused_with_what_to_do(monkeypatch, capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")

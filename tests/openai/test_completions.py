@@ -71,11 +71,14 @@ def test_a_completion_is_the_sample_that_the_sdk_gets(service: Service, client: 
 
 
 def test_fine_tuned_weights_answer_otherwise_than_their_base(service: Service, client: openai.OpenAI) -> None:
-    texts = {
-        client.completions.create(model=model, prompt=PROMPT, temperature=0, max_tokens=20).choices[0].text
+    answers = [
+        client.completions.create(model=model, prompt=PROMPT, temperature=0, max_tokens=20)
         for model in (NAME, service.save("v1", seed=1), service.save("v2", seed=2))
-    }
-    assert len(texts) == 3
+    ]
+    assert len({answer.choices[0].text for answer in answers}) == 3
+    base, first, second = (answer.system_fingerprint for answer in answers)
+    assert base is None
+    assert "sampler_weights/v1" in first and "sampler_weights/v2" in second
 
 
 def test_a_prompt_has_four_shapes_and_each_answer_its_place(client: openai.OpenAI) -> None:
