@@ -329,7 +329,7 @@ def test_memory_that_is_short_costs_a_snapshot_and_nothing_else(service, monkeyp
     trainer.spin()
     run = trainer.resident(client)
 
-    def short(self):
+    def short(self, *, in_host):
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched:

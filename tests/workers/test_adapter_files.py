@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from openrl.tasks.errors import InvalidRequest, NotFound
+from openrl.tasks.schema import MANIFEST
 from openrl.workers.model.loading import load
 from openrl.workers.weights import layout, manifest
 from openrl.workers.weights.adapter import Adapter, load_adapter, load_tensors, save_adapter, save_tensors
@@ -134,7 +135,7 @@ def test_a_manifest_verifies_what_lies_beside_it(saved):
     assert manifest.verify(saved) == manifest.read(saved) == written
     assert set(written.files) == {"adapter_config.json", "adapter_model.safetensors"}
     assert written.size_bytes == sum((saved / name).stat().st_size for name in written.files)
-    assert json.loads((saved / "manifest.json").read_text())["schema"] == 1
+    assert json.loads((saved / "manifest.json").read_text())["schema"] == MANIFEST.number
 
 
 def test_an_altered_or_missing_file_or_schema_fails_verification(saved):
@@ -149,8 +150,8 @@ def test_an_altered_or_missing_file_or_schema_fails_verification(saved):
     with pytest.raises(InvalidRequest, match="lack the file"):
         manifest.verify(saved)
     record = json.loads((saved / "manifest.json").read_text())
-    (saved / "manifest.json").write_text(json.dumps(record | {"schema": 2}))
-    with pytest.raises(InvalidRequest, match="schema 2"):
+    (saved / "manifest.json").write_text(json.dumps(record | {"schema": MANIFEST.number + 1}))
+    with pytest.raises(InvalidRequest, match=f"schema {MANIFEST.number + 1}"):
         manifest.read(saved)
 
 
