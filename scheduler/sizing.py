@@ -13,10 +13,10 @@ from openrl.scheduler.sizes import in_words
 
 STATE = 4
 """A LoRA run in training takes this many times its parameters: two moments and a gradient beside them (float32)."""
-FULL_STATE_BYTES = 12
-"""A parameter that is trained in full takes a float32 master and two moments."""
+MASTER_BYTES, MOMENTS_BYTES = 4, 8
+"""A parameter that is trained in full takes a float32 master and two moments, beside the weights that compute."""
 GRADIENT_BYTES = 4
-"""... and its float32 gradient between a forward_backward and the step."""
+"""... its float32 gradient between a forward_backward and the step, and the sum over a pass in the making."""
 KEPT_OVER_LINEARS = 1.5
 """What a layer keeps for backward, over the inputs and outputs of its linear layers (workers/model/recomputing.py)."""
 LOGITS_BYTES = 192 << 20
@@ -25,6 +25,8 @@ CONTEXT_BYTES = 640 << 20
 """What a CUDA context and the libraries' workspaces take of a device, before anything is loaded."""
 PROCESS_BYTES = 1 << 30
 """What Python, torch and the rest of a worker take of the node's memory."""
+VLLM_PROCESS_BYTES = 6 << 30
+"""What vLLM's two processes take of the node's memory. Taken to be so, not measured."""
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -62,8 +64,10 @@ class Size:
         return f"accelerator {_sum(self.device)}; memory {_sum(self.host)}{runs}"
 
 
-def lora_trainer(shape: Shape, *, dtype: str, rank: int, token_budget: int, runs: int = 1, on_bytes: int = 0) -> Size:
-    """Size a trainer of LoRA runs of this rank, `runs` of them on the device at once.
+def lora_trainer(
+    shape: Shape, *, dtype: str, rank: int, token_budget: int, parked_runs: int = 1, on_bytes: int = 0
+) -> Size:
+    """Size a trainer of LoRA runs of this rank: one of them on the device, which is the least, `parked_runs` in memory.
 
     Layers are computed again in backward where memory asks for it, so activations count as if they were. `on_bytes`:
     the device, to say how many runs it has room for.
@@ -71,32 +75,46 @@ def lora_trainer(shape: Shape, *, dtype: str, rank: int, token_budget: int, runs
     width = DTYPE_BYTES[dtype]
     base = Part(words=f"base weights ({_count(shape.parameters)} x {width} bytes)", size_bytes=shape.parameters * width)
     one = STATE * 4 * shape.adapter_parameters(rank)
-    adapters = Part(words=f"{runs} adapters of rank {rank} with moments and gradient ({in_words(one)} each)",
-                    size_bytes=runs * one)  # fmt: skip
+    adapter = Part(words=f"an adapter of rank {rank} with moments and gradient", size_bytes=one)
+    adapters = Part(words=f"{parked_runs} adapters of rank {rank} with moments and gradient ({in_words(one)} each)",
+                    size_bytes=parked_runs * one)  # fmt: skip
     work = Part(words=f"activations of {token_budget} tokens", size_bytes=activations(shape, width, token_budget))
     fixed = base.size_bytes + work.size_bytes + CONTEXT_BYTES
     return Size(
-        device=(base, adapters, work, _context()),
+        device=(base, adapter, work, _context()),
         host=(base, adapters, _process()),
         runs=max(on_bytes - fixed, 0) // one if on_bytes else None,
     )
 
 
-def full_trainer(shape: Shape, *, dtype: str, token_budget: int) -> Size:
+def full_trainer(
+    shape: Shape, *, dtype: str, token_budget: int, compute_dtype: str = "", offloads: bool = False
+) -> Size:
     """Size a trainer of one run that is fine-tuned in full.
 
-    Parked, it keeps master, moments and working weights in host memory (14 bytes a parameter beside bfloat16), and the
-    gradient where one is pending.
+    `dtype` is the base model's on disk, `compute_dtype` the one that is computed in if that is another; `offloads`: the
+    moments lie in host memory. `tests/scheduler/test_sizing.py` compares both sums with what a run holds at its peak.
     """
-    width = DTYPE_BYTES[dtype]
-    count = _count(shape.parameters)
-    state = Part(words=f"master and moments ({count} x 12 bytes)", size_bytes=FULL_STATE_BYTES * shape.parameters)
-    gradient = Part(words=f"gradient ({count} x 4 bytes)", size_bytes=GRADIENT_BYTES * shape.parameters)
-    # In float32 the master is what computes; otherwise a copy in the narrower type does.
-    copies = () if width == 4 else (Part(words=f"working weights ({count} x {width} bytes)",
-                                         size_bytes=width * shape.parameters),)  # fmt: skip
+    width, stored = DTYPE_BYTES[compute_dtype or dtype], DTYPE_BYTES[dtype]
+
+    def part(words: str, each: int) -> Part:
+        return Part(words=f"{words} ({_count(shape.parameters)} x {each} bytes)", size_bytes=shape.parameters * each)
+
+    master, moments = part("master", MASTER_BYTES), part("moments", MOMENTS_BYTES)
+    weights, gradient = part("working weights", width), part("gradient", GRADIENT_BYTES)
+    widened = 4 if width < 4 else 0  # in float32 a gradient is what it is added up in
+    backward = part("gradients of a backward and the sum over a pass", width + widened + GRADIENT_BYTES)
     work = Part(words=f"activations of {token_budget} tokens", size_bytes=activations(shape, width, token_budget))
-    return Size(device=(state, *copies, gradient, work, _context()), host=(state, *copies, gradient, _process()))
+    near = (master, weights, gradient) if offloads else (master, moments, weights, gradient)
+    return Size(
+        device=(*near, backward, work, _context()),
+        host=(
+            *(master, moments, weights, gradient),
+            part("what the next version is compared with", stored),
+            part("a checkpoint on its way in or out", MASTER_BYTES + MOMENTS_BYTES),
+            _process(),
+        ),
+    )
 
 
 def sampler(shape: Shape, *, dtype: str, kv_tokens: int, rank: int = 0, versions: int = 0) -> Size:
@@ -108,6 +126,27 @@ def sampler(shape: Shape, *, dtype: str, kv_tokens: int, rank: int = 0, versions
     one = width * shape.adapter_parameters(rank)
     adapters = (Part(words=f"{versions} adapters of rank {rank}", size_bytes=versions * one),) if versions else ()
     return Size(device=(weights, cache, *adapters, _context()), host=(weights, cache, *adapters, _process()))
+
+
+def vllm_sampler(
+    shape: Shape, *, dtype: str, longest: int, share: float, rank: int, loras: int, cpu_loras: int
+) -> Size:
+    """Size a sampler that is vLLM by the least device that it starts on: one sequence of `longest` tokens has room.
+
+    It takes `share` of any device. It is never parked, so memory has no copy of it.
+    """
+    width = DTYPE_BYTES[dtype]
+    weights = Part(words=f"weights ({_count(shape.parameters)} x {width} bytes)", size_bytes=shape.parameters * width)
+    cache = Part(words=f"cache of at least {longest} positions",
+                 size_bytes=longest * width * shape.kv_values_per_token)  # fmt: skip
+    one = width * shape.adapter_parameters(rank)
+    places = (Part(words=f"{loras} places for adapters of rank {rank}", size_bytes=loras * one),) if loras else ()
+    kept = (Part(words=f"{cpu_loras} adapters of rank {rank}", size_bytes=cpu_loras * one),) if cpu_loras else ()
+    process = Part(words="processes", size_bytes=VLLM_PROCESS_BYTES)
+    taken = (weights, cache, *places, _context())
+    rest = int(sum(part.size_bytes for part in taken) * (1 / share - 1))
+    return Size(device=(*taken, Part(words=f"the {1 - share:.0%} that it leaves", size_bytes=rest)),
+                host=(*kept, process))  # fmt: skip
 
 
 def activations(shape: Shape, width: int, tokens: int) -> int:

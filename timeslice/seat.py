@@ -208,7 +208,7 @@ class Seat:
         """Stand in line until the turn is granted; return its token."""
         until = float("inf") if patience_s is None else time.monotonic() + patience_s
         prove_at = time.monotonic() + PROVE_S
-        self._pay(until, patience_s)
+        self._pay(until, patience_s, gives_up)
         name = self._name = secrets.token_hex(8)
         self._owed = lambda: self._turns.withdraw(self.accelerator, self.owner, name)
         while True:
@@ -230,15 +230,16 @@ class Seat:
                 self._turns.sweep(self.accelerator)
                 prove_at = time.monotonic() + PROVE_S
 
-    def _pay(self, until: float, patience_s: float | None) -> None:
+    def _pay(self, until: float, patience_s: float | None, gives_up: Callable[[], bool]) -> None:
         """Tell the store what it is owed before anything else is asked of it."""
         self._settle()
         while self._owed is not None:
             left = until - time.monotonic()
-            if left <= 0 or self._closed.is_set():
-                raise NotGranted(
-                    f"{self.owner} has no turn on {self.accelerator}: the store did not answer within {patience_s} s"
-                )
+            if left <= 0 or self._closed.is_set() or gives_up():
+                why = f"the store did not answer within {patience_s} s"
+                if left > 0:
+                    why = "it was given up while the store did not answer"
+                raise NotGranted(f"{self.owner} has no turn on {self.accelerator}: {why}")
             self._changed.wait(min(ASK_S, left))
             self._changed.clear()
             self._settle()

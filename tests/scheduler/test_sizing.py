@@ -12,16 +12,24 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from openrl.scheduler import sizing
+from openrl.scheduler.needs import Budget, Needs
+from openrl.scheduler.resources import Pool
 from openrl.scheduler.shape import Shape
 from openrl.scheduler.sizes import in_words
+from openrl.tasks import keys
 from openrl.tasks.errors import InvalidRequest
+from openrl.tasks.messages import CreateModel, LoadWeights, OptimStep, SaveWeights, SaveWeightsForSampler
+from openrl.tasks.registry import BaseModel
 from openrl.workers.model import recomputing
 from openrl.workers.model.attention import hidden_states, packed, positions
 from openrl.workers.model.loading import load
 from openrl.workers.model.lora import Segment, routing
+from openrl.workers.trainer import optimizer
+from openrl.workers.trainer.full import FullTuning
 from openrl.workers.trainer.residency import STATE
+from openrl.workers.trainer.runs import Run
 from tests.model_families.zoo import SMALL, ZOO, make_model
-from tests.trainer.bench import Bench
+from tests.trainer.bench import BASE, Bench, forward_backward
 
 QWEN3_06B = {
     "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "head_dim": 128,
@@ -80,17 +88,28 @@ def test_the_constants_are_those_of_the_workers():
     assert (sizing.STATE, sizing.KEPT_OVER_LINEARS) == (STATE, recomputing.KEPT_OVER_LINEARS)
 
 
-def test_a_full_trainer_of_seven_billion_parameters_parks_fourteen_bytes_for_each_and_its_gradient():
-    size = sizing.full_trainer(Shape.of(QWEN3_8B), dtype="bfloat16", token_budget=8192)
-    parked = size.host_bytes - sizing.PROCESS_BYTES
-    assert parked == (14 + 4) * 8_190_735_360
-    assert size.device_bytes > parked, "activations come on top"
+def test_a_full_trainer_of_eight_billion_parameters_is_sized_as_its_settings_say():
+    num = 8_190_735_360
+
+    def each(**environ: str) -> tuple[int, int]:
+        budget = Budget.from_env({f"OPENRL_TRAINER_{name}": value for name, value in environ.items()})
+        size = sizing.full_trainer(Shape.of(QWEN3_8B), dtype=budget.dtype, token_budget=budget.token_budget,
+                                   compute_dtype=budget.compute_dtype, offloads=budget.offloads)  # fmt: skip
+        return sum(part.size_bytes for part in size.device[:-2]) // num, (size.host_bytes - GIB) // num
+
+    assert each() == each(COMPUTE_DTYPE="auto", MOMENTS="device") == (28, 32)
+    assert each(COMPUTE_DTYPE="float32") == (28, 34)
+    assert each(MOMENTS="host") == (20, 32)
+
+
+@pytest.mark.parametrize("name", ["COMPUTE_DTYPE", "MOMENTS"])
+def test_a_setting_of_full_trainers_that_makes_no_sense_is_refused_by_its_name(name):
+    with pytest.raises(ValueError, match=f"OPENRL_TRAINER_{name}='int4' must be one of"):
+        Budget.from_env({f"OPENRL_TRAINER_{name}": "int4"})
 
 
 def test_a_trainer_of_adapters_says_how_many_runs_it_has_room_for():
-    size = sizing.lora_trainer(
-        Shape.of(QWEN3_8B), dtype="bfloat16", rank=32, token_budget=16384, runs=1, on_bytes=80 * GIB
-    )
+    size = sizing.lora_trainer(Shape.of(QWEN3_8B), dtype="bfloat16", rank=32, token_budget=16384, on_bytes=80 * GIB)
     one = 4 * 4 * Shape.of(QWEN3_8B).adapter_parameters(32)
     others = size.device_bytes - one
     assert size.runs == (80 * GIB - others) // one > 10
@@ -166,3 +185,70 @@ def test_activations_are_about_what_a_pass_has_at_its_peak(name, tmp_path):
     estimate = sizing.activations(shape, 4, num) - sizing.LOGITS_BYTES
     print(name, peak.most / estimate)
     assert 0.5 < peak.most / estimate < 1.25
+
+
+def test_a_vllm_takes_its_device_alone_and_is_sized_by_what_it_starts_on(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    model = BaseModel(name="m", slug="m", path=str(tmp_path), vocab_size=8, max_context=40960, arch="qwen3",
+                      tokenizer_id="m", hidden_size=8, num_layers=1, tied_embeddings=False)  # fmt: skip
+    own, full = (Pool(slug=slug, kind="sampler", base="m") for slug in ("m", keys.pool_slug("m", "ann", "run")))
+
+    def needs(**environ: str):
+        return Needs(Budget.from_env(environ)).of([own, full], [model], {full.slug: "ann"})
+
+    on_vllm = {"OPENRL_SAMPLER_ENGINE": "vllm", "OPENRL_SAMPLER_KV_TOKENS": str(1 << 22)}
+    assert [each.exclusive for each in needs().values()] == [False, False]
+    assert [each.exclusive for each in needs(**on_vllm).values()] == [True, False]
+    both = needs(**on_vllm, OPENRL_SAMPLER_FULL_ENGINE="vllm")
+    assert [each.exclusive for each in both.values()] == [True, True]
+    weights, cache = 2 * 8_190_735_360, 40960 * 144 * 1024
+    assert both[full].device_bytes == pytest.approx((weights + cache + sizing.CONTEXT_BYTES) / 0.9, rel=1e-6)
+    assert both[full].host_bytes == sizing.VLLM_PROCESS_BYTES, "it is never parked"
+    shared = needs(**on_vllm, OPENRL_ACCELERATORS="1")
+    assert not shared[own].exclusive, "a machine's one device is for the trainer too"
+    with pytest.raises(ValueError, match="OPENRL_SAMPLER_GPU_MEMORY_UTILIZATION='2' must be above 0"):
+        needs(OPENRL_SAMPLER_GPU_MEMORY_UTILIZATION="2")
+
+
+def test_llama_of_eight_billion_parameters_starts_to_train_on_24_gib():
+    size = sizing.lora_trainer(Shape.of(LLAMA31_8B), dtype="bfloat16", rank=32, token_budget=16384, parked_runs=8)
+    one = 16 * Shape.of(LLAMA31_8B).adapter_parameters(32)
+    assert size.device[1].size_bytes == one and size.host[1].size_bytes == 8 * one
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_full_trainer_takes_what_a_run_has_at_its_peak(dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(optimizer, "PIECE", 1024)  # real models have more values than that
+    torch.set_num_threads(1)
+    loaded = load(make_model(tmp_path, "qwen3"), device="cpu", dtype=getattr(torch, dtype))
+    bench = Bench(loaded, tmp_path, full=FullTuning(publishes=getattr(torch, dtype)), token_budget=8)
+    run = Run(tenant="t", run_id="s-0:train:0", token=1)
+    shape = Shape.of(json.loads((tmp_path / "config.json").read_text()))
+    size = sizing.full_trainer(shape, dtype=dtype, token_budget=8)
+
+    def did(message):
+        outcome = bench.one(run, message)
+        assert outcome.error is None, outcome.error
+        return outcome
+
+    with Peak() as peak:
+        did(CreateModel(base_model=BASE, rank=0, seed=1, fine_tuning="full"))
+        for number in range(4):  # two passes of two micro-batches in each step
+            did(forward_backward(lengths=[6, 6], seed=number))
+            if number == 1:
+                did(OptimStep(learning_rate=1e-3))
+        model = sum(parameter.nbytes for parameter in loaded.model.parameters())
+        device = (peak.most + model) / sum(part.size_bytes for part in size.device[:-2])
+        did(OptimStep(learning_rate=1e-3))
+        saved = did(SaveWeights(name="a"))
+        before = peak.now
+        did(SaveWeightsForSampler(name="a"))
+        compared = (peak.now - before) / size.host[-3].size_bytes
+        peak.most = peak.now
+        did(LoadWeights(checkpoint_path="x", checkpoint_dir=json.loads(saved.rows[0].value)["directory"],
+                        with_optimizer=True))  # fmt: skip
+        on_its_way = (peak.most - peak.now) / size.host[-2].size_bytes
+    print(dtype, device, compared, on_its_way)
+    assert 0.99 < device < 1.01
+    assert 0.99 < compared < 1.1
+    assert 0.99 < on_its_way < 1.1

@@ -123,6 +123,28 @@ def test_a_busy_holder_keeps_its_turn_until_its_body_ends(new_seat, device):
         assert device.lying == ["b"]
 
 
+@pytest.mark.parametrize("patience_s", [None, 0.2])
+def test_who_waits_for_a_store_that_is_away_gives_up_too_and_says_so(new_seat, turns, monkeypatch, patience_s):
+    seat, _ = new_seat("a")
+
+    def away(*args: object, **options: object) -> None:
+        raise redis.ConnectionError
+
+    with monkeypatch.context() as context:
+        for name in ("withdraw", "ask", "release"):
+            context.setattr(turns, name, away)
+        with pytest.raises(redis.ConnectionError), seat.turn():
+            pass  # the seat owes the store to leave the line
+        with (
+            pytest.raises(NotGranted) as refused,
+            seat.turn(patience_s=patience_s, gives_up=lambda: patience_s is None),
+        ):
+            pass
+    given_up, silent = "it was given up while the store did not answer", "the store did not answer within 0.2 s"
+    assert str(refused.value).endswith(f"has no turn on {GPU}: {silent if patience_s else given_up}")
+    use_once(seat)
+
+
 def test_many_turns_of_busy_seats_never_overlap_and_all_are_served(new_seat, device, turns):
     seats = [new_seat(name) for name in "abc"]
     inside, overlaps = [], 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from openrl.tasks.messages import (
     SaveWeightsForSampler,
 )
 from openrl.workers.model import coordinates, loading
-from openrl.workers.trainer import model_files, states
+from openrl.workers.trainer import model_files, optimizer, states
 from openrl.workers.trainer.full import FullTuning, read
 from openrl.workers.trainer.optimizer import Moments, adamw_step, adamw_step_in_pieces
 from openrl.workers.trainer.runs import Run
@@ -267,6 +268,69 @@ def test_a_snapshot_holds_all_that_a_run_is(bench: FullBench, tmp_path: Path) ->
     states.write(tmp_path / "snapshot", run, kind=states.SNAPSHOT, base_model=BASE, base_digest=bench.loaded.digest)
     state = states.read(tmp_path / "snapshot", bench.loaded, base_model=BASE, with_optimizer=True, full=FullTuning())
     assert state.manifest.fine_tuning == "full"
-    heir = Run(tenant="t", run_id=run.run_id, token=1, moments=state.moments, gradient=state.gradient)
-    heir.adopt(state.trained)
+    heir = Run(tenant="t", run_id=run.run_id, token=1, gradient=state.gradient)
+    heir.adopt(state.trained, state.moments)
     assert bits(heir) == bits(run)
+
+
+def broken_in_the_second_pass(monkeypatch: pytest.MonkeyPatch, parameters: int) -> None:
+    """Break the next step after half of the parameters were written."""
+    stepped, calls = optimizer._stepped, []
+
+    def breaks(*args: object) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == parameters + parameters // 2:
+            raise RuntimeError("out of memory")
+        return stepped(*args)
+
+    monkeypatch.setattr(optimizer, "_stepped", breaks)
+
+
+def test_a_step_that_breaks_while_it_is_written_leaves_a_run_that_says_so(
+    bench: FullBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = bench.trained(bench.full_run())
+    bench.did(run, forward_backward(lengths=[6, 11], seed=9))
+    before = bits(run)
+    with monkeypatch.context() as patched:
+        broken_in_the_second_pass(patched, len(run.weights().parameters()))
+        assert bench.one(run, OptimStep(**ADAM)).category == "server"
+    assert run.torn and bits(run) != before
+
+
+def test_a_step_that_breaks_before_it_is_written_changes_nothing(
+    bench: FullBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = bench.trained(bench.full_run())
+    before = bits(run)
+    bench.did(run, forward_backward(lengths=[6, 11], seed=9))
+    with monkeypatch.context() as patched:
+        broken_in_the_second_pass(patched, 2)
+        assert bench.one(run, OptimStep(**ADAM)).category == "server"
+    assert not run.torn and bits(run) == before
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_a_load_is_copied_into_the_tensors_that_are_there(bench: FullBench, with_optimizer: bool) -> None:
+    run = bench.trained(bench.full_run())
+    row, saved = bench.saved(run), bits(run)
+    bench.trained(run, first=5)
+    bench.did(run, forward_backward(lengths=[6, 11], seed=9))
+    where = [tensor.data_ptr() for group in run.tensors()[:3] for tensor in group]
+    load = {"checkpoint_path": "x", "checkpoint_dir": row["directory"], "with_optimizer": with_optimizer}
+    bench.did(run, LoadWeights(**load))
+    groups = run.tensors()
+    here = [tensor.data_ptr() for group in groups[:3] for tensor in group]
+    assert here == where[: len(here)] and len(groups[1]) == with_optimizer * len(groups[0]) and not groups[3]
+    assert bits(run)[: len(here)] == saved[: len(here)]
+    assert run.moments.step == 2 * with_optimizer
+
+
+def test_what_is_read_of_all_weights_lies_in_host_memory_until_it_is_taken(bench: FullBench, tmp_path: Path) -> None:
+    run = bench.trained(bench.full_run())
+    bench.did(run, forward_backward(seed=3))
+    states.write(tmp_path / "snapshot", run, kind=states.SNAPSHOT, base_model=BASE, base_digest=bench.loaded.digest)
+    elsewhere = replace(bench.loaded, device=torch.device("meta"))
+    state = states.read(tmp_path / "snapshot", elsewhere, base_model=BASE, with_optimizer=True, full=FullTuning())
+    tensors = [*state.trained.parameters(), *state.moments.exp_avg, *state.moments.exp_avg_sq, *state.gradient]
+    assert {tensor.device.type for tensor in tensors} == {"cpu"}

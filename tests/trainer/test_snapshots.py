@@ -1,9 +1,11 @@
 """Snapshots written beside the training: nobody waits for them, and a trainer may die at any moment of one."""
 
+import gc
 import os
 import resource
 import shutil
 import threading
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -213,6 +215,21 @@ def test_a_snapshot_that_is_finished_after_a_take_over_never_counts_and_leaves_n
     client.submit(forward_backward(seed=9, forward=True))
     third.spin()
     assert bits(third.resident(client)) == expected
+
+
+def test_a_run_that_is_dropped_while_its_copy_is_written_is_off_the_device_at_once(service, monkeypatch):
+    client, trainer = service.client(), service.trainer(snapshot_operations=2)
+    with held_before_writing(monkeypatch) as held:
+        step(client, 0)
+        turns(trainer)
+        assert held.reached.wait(PATIENCE_S)
+        run = weakref.ref(trainer.resident(client))
+        tensors = [weakref.ref(tensor) for group in run().tensors() for tensor in group]
+        trainer.engine._holdings.drop(run().key)
+        gc.collect()
+        assert run() is None and not any(tensor() is not None for tensor in tensors)
+    trainer.spin()
+    assert counts(service, client)[1] == 2, "the copy was written all the same"
 
 
 def test_a_run_that_is_rebuilt_here_waits_for_its_snapshot_in_the_making(service, monkeypatch):

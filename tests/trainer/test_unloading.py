@@ -2,6 +2,8 @@
 
 import json
 import time
+import weakref
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -9,8 +11,11 @@ import pytest
 from openrl.scheduler.retention import retain
 from openrl.scheduler.settings import SchedulerSettings
 from openrl.scheduler.sweep import sweep_dropped
-from openrl.tasks.errors import NotFound
+from openrl.tasks.errors import NotFound, StaleOwner
 from openrl.tasks.messages import CreateModel, LoadWeights, OptimStep, SaveWeights, SaveWeightsForSampler
+from openrl.timeslice.errors import NotGranted
+from openrl.workers.model.accelerator import Accelerator
+from openrl.workers.trainer import states
 from openrl.workers.weights import layout
 from tests.trainer.bench import forward_backward
 from tests.trainer.test_device import bits
@@ -126,3 +131,106 @@ def test_what_was_refused_on_a_run_that_holds_a_copy_takes_its_turn_and_harms_no
     assert (future.state, future.error) == ("failed", "can't be trained on")
     assert service.registry.run("t", run.run_id).applied == 1
     assert service.journal.depth("tiny")["train"] == {}
+
+
+class Occupied(Accelerator):
+    """An accelerator that somebody else has, until it is free; counts how often it was asked for."""
+
+    shared = True
+
+    def __init__(self) -> None:
+        self.free, self.asked, self.taken = True, 0, 0
+
+    @contextmanager
+    def turn(self, *, patience_s=None, gives_up=lambda: False):
+        self.asked += 1
+        assert self.free or patience_s is not None
+        if not self.free:
+            raise NotGranted("somebody else has it")
+        self.taken += 1
+        yield
+
+
+def occupied(service, **settings):
+    trainer = service.trainer(**settings)
+    accelerator = trainer.engine._accelerator = trainer.engine._holdings._accelerator = Occupied()
+    return trainer, accelerator
+
+
+def test_idle_runs_share_one_turn_and_stay_until_there_is_one(service):
+    trainer, accelerator = occupied(service, idle_s=0.001)
+    clients, residents = [service.client() for _ in range(3)], trainer.engine._residents
+    trainer.engine._holdings.let_go, let_go = lambda *args, **kwargs: None, trainer.engine._holdings.let_go
+    for client in clients:
+        for message in TRAINING:
+            client.submit(message)
+    trainer.spin()
+    accelerator.free, accelerator.asked, accelerator.taken = False, 0, 0
+    time.sleep(0.002)
+    let_go(set(), trainer.lease)
+    assert (accelerator.asked, len(residents)) == (1, 3), "one wait for all, and none was dropped unsaved"
+    expected = [bits(trainer.resident(client)) for client in clients]
+    accelerator.free = True
+    let_go(set(), trainer.lease)
+    assert (accelerator.taken, len(residents)) == (1, 0)
+    assert all(service.journal.snapshot("t", client.run_id) for client in clients)
+    for client in clients:
+        client.submit(OptimStep(learning_rate=0.01))
+    trainer.spin()
+    assert [client.states() for client in clients] == ["ddddd"] * 3
+    assert [bits(trainer.resident(client)) for client in clients] != expected
+
+
+def test_a_run_in_host_memory_is_handed_back_without_a_turn(service):
+    trainer, accelerator = occupied(service, device_runs=1)
+    first, second = service.client(), service.client()
+    for client in (first, second):
+        for message in TRAINING:
+            client.submit(message)
+        trainer.spin()
+    accelerator.free = False
+    trainer.engine._residents.surplus = lambda waiting: list(trainer.engine._residents)
+    trainer.engine._holdings.let_go(set(), trainer.lease)
+    assert service.journal.snapshot("t", first.run_id) and trainer.resident(second) is not None
+    with pytest.raises(AssertionError):
+        trainer.resident(first)
+
+
+def test_an_idle_run_that_can_not_be_saved_stays_and_is_not_tried_all_the_time(service, monkeypatch):
+    trainer, client = service.trainer(idle_s=0.001), service.client()
+    tries = []
+
+    def refuses(*args, **kwargs):
+        tries.append(1)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(states, "write", refuses)
+    client.submit(TRAINING[0])
+    trainer.spin()
+    time.sleep(0.002)
+    for _ in range(5):
+        trainer.engine.turn()
+    assert trainer.resident(client) is not None and len(tries) == 1
+
+
+def test_a_run_that_was_dropped_in_an_error_has_left_the_device_before_the_turn_ends(service):
+    trainer, accelerator = occupied(service)
+    client, left = service.client(), []
+    trainer.spin()
+    run = weakref.ref(trainer.resident(client))
+
+    @contextmanager
+    def turn(**options):
+        try:
+            yield
+        finally:
+            left.append(run() is None)
+
+    def passed_on(*args, **kwargs):
+        raise StaleOwner("the lease was lost")
+
+    accelerator.turn, trainer.engine._send = turn, passed_on
+    client.submit(TRAINING[0])
+    with pytest.raises(StaleOwner):
+        trainer.engine.turn()
+    assert left == [True]

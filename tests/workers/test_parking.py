@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from openrl.workers.model.arena import Arena, ArenaFull
-from openrl.workers.model.parking import Parking, ParkingError
+from openrl.workers.model.parking import RESIDUE_BYTES, Cuda, Parking, ParkingError
 
 MB = 1 << 20
 
@@ -131,6 +132,32 @@ def test_a_tensor_that_took_the_place_of_another_is_not_mistaken_for_it(arena: A
         parking.park()
         parking.restore()
         assert held[0].eq(value).all()
+
+
+def test_host_memory_of_sizes_that_were_parked_once_is_not_kept(arena: Arena):
+    held = [torch.zeros(1024)]
+    parking = Parking(lambda: held, arena)
+    for size in range(1, 101):
+        held[0] = torch.full((1024 * size,), float(size))
+        parking.park()
+        parking.restore()
+        assert held[0].eq(size).all()
+        assert parking.host_bytes == held[0].nbytes
+
+
+def test_a_gpu_is_not_left_while_something_lies_there_that_nobody_named(monkeypatch):
+    """The figures of torch's allocator are stood in for: there is no GPU here."""
+    left = {}
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: left.pop("workspaces", None), raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: sum(left.values()))
+    device = Cuda(torch.device("cuda", 0))
+    left |= {"workspaces": 1 << 30, "constants": RESIDUE_BYTES}
+    device.leave()
+    left["a run that was dropped"] = 1
+    with pytest.raises(ParkingError, match="were not parked"):
+        device.leave()
 
 
 def test_two_states_do_not_fit_on_the_arena_together(tmp_path: Path):

@@ -1,9 +1,9 @@
 """Tensors off the accelerator and back: copied to host buffers, their storages released, and restored in place.
 
 Knows storages, not what they mean: parameters keep their identity, views stay views of one storage. Host buffers are
-made once a size and used again, pinned for CUDA; all copies of one direction are queued and waited for together. What
-hasn't changed since it was restored isn't copied out again. After the trainers' side of "sleep" in other servers; the
-protocol is `openrl.timeslice.park`.
+made once a size and used again from park to park, pinned for CUDA; all copies of one direction are queued and waited
+for together. What hasn't changed since it was restored isn't copied out again. After the trainers' side of "sleep" in
+other servers; the protocol is `openrl.timeslice.park`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+RESIDUE_BYTES = 64 << 20
+"""What a process may have left in torch's allocator after it has left a GPU: no state, only what libraries keep."""
 
 
 class ParkingError(Exception):
@@ -39,7 +42,7 @@ class Device(Protocol):
         """Release the bytes of storages, so that other processes can have them."""
 
     def leave(self) -> None:
-        """Hear that nothing of this process is there any more."""
+        """Hear that nothing of this process is there any more; raises ParkingError where that isn't so."""
 
     def barrier(self) -> None:
         """Wait for all copies."""
@@ -67,9 +70,17 @@ class Cuda:
             storage.resize_(0)
 
     def leave(self) -> None:
-        """Let go of what torch's allocator keeps."""
+        """Let go of what torch's allocator keeps.
+
+        Raises:
+            ParkingError: more is left than a residue, which nobody has named: the next holder would find it there.
+        """
+        torch._C._cuda_clearCublasWorkspaces()  # tens of MB for each thread that has multiplied
         with torch.cuda.device(self._device):
             torch.cuda.empty_cache()
+        left = torch.cuda.memory_allocated(self._device)
+        if left > RESIDUE_BYTES:
+            raise ParkingError(f"{left} bytes are left on {self._device} that were not parked")
 
     def barrier(self) -> None:
         """Wait for the device."""
@@ -139,6 +150,7 @@ class Parking:
             self._known.clear()
             raise ParkingError(f"the tensors could not be copied to host memory: {failure}") from failure
         self._parked = parked
+        self._free.clear()  # sizes come and go: what wasn't needed now would be kept for ever
         self._device.give_back(storage for storage, _ in found)
 
     def restore(self) -> None:

@@ -194,11 +194,10 @@ class Checkpoints:
         return Version(manifest=written, size_bytes=written.size_bytes)
 
     def _adopt(self, run: Run, state: states.State) -> None:
-        run.adopt(state.trained)
-        run.moments = state.moments
+        run.drop_gradient()
+        run.adopt(state.trained, state.moments)
         run.train_attn, run.train_mlp = state.manifest.train_attn, state.manifest.train_mlp
         run.train_unembed, run.seed = state.manifest.train_unembed, state.manifest.seed
-        run.drop_gradient()
 
     def _check_free(self, run: Run, checkpoint_id: str, *, overwrite: bool) -> None:
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -91,6 +92,7 @@ class TrainerEngine:
             snapshots=snapshots,
             settings=settings,
             accelerator=self._accelerator,
+            lies_in_host=device.residency.lies_in_host,
         )
         self._residents = self._holdings.residents
         self._accelerator.hold(lambda: device.residency.tensors(self._residents))
@@ -184,14 +186,18 @@ class TrainerEngine:
         progressed = bool(ready) and self._in_turn(ready, looks=not is_brought)
         waiting = {(each.tenant, each.run_id) for each in (*slices, *(self._taken or ()))}
         self._has_more = len(slices) == self._settings.max_runs or any(self._left(each) for each in ready)
-        self._holdings.let_go(waiting, self._lease)
+        self._holdings.let_go(waiting, self._lease, gives_up=lambda: self._stopping.is_set() or self._bell.is_set())
         return progressed
 
     def _in_turn(self, ready: Sequence[Slice], *, looks: bool) -> bool:
         """Carry out what is ready, once the accelerator is ours. Tells whether anything took effect."""
         with self._accelerator.turn(gives_up=self._stopping.is_set):
-            progressed = any(self._alone(each) for each in ready if each.crashes)  # one of them in each turn
-            return self._serve([each for each in ready if not each.crashes], looks=looks) or progressed
+            try:
+                progressed = any(self._alone(each) for each in ready if each.crashes)  # one of them in each turn
+                return self._serve([each for each in ready if not each.crashes], looks=looks) or progressed
+            except Exception as error:
+                _let_go_of_frames(error)
+                raise
 
     def _left(self, each: Slice) -> bool:
         """Tell whether a slice, or what may have been cut off behind it, is still to be carried out."""
@@ -425,9 +431,10 @@ class TrainerEngine:
     def _settle(self, run: Run, operation: Operation, outcome: Outcome, refusal: Exception | None) -> bool:
         """See to an outcome that was sent; keep trying while the store is down. False: the run was dropped.
 
-        It is dropped when it is no longer ours, and when what is recorded is not what took effect.
+        It is dropped when it is no longer ours, when what is recorded is not what took effect, and when an operation
+        that is recorded as failed broke halfway.
         """
-        as_recorded = True
+        as_recorded = not run.torn
         while refusal is not None:
             match refusal:
                 case DiskRefusal() | OSError() if outcome.error is None:  # no room for the result's file
@@ -501,6 +508,13 @@ class TrainerEngine:
         if not self._store_is_down:
             log.error("%s; waiting for it", error)
         self._store_is_down = True
+
+
+def _let_go_of_frames(error: BaseException | None) -> None:
+    """Free what the frames of an error hold: runs that were dropped leave the device before the turn ends."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _name(chosen: Chosen) -> tuple[Key, int]:

@@ -23,6 +23,10 @@ PIECE = 16 << 20
 """Values that a step over many works on at once: 64 MB each of parameters, gradients and both moments."""
 
 
+class HalfStepped(Exception):
+    """A step broke while it was being written: parameters and moments are neither those before it nor after it."""
+
+
 @dataclass(slots=True)
 class Moments:
     """AdamW's state for a list of parameters; the lists are empty before the first step."""
@@ -116,6 +120,8 @@ def adamw_step_in_pieces(
 
     Raises:
         InvalidRequest: the gradient or the step isn't finite; nothing was changed.
+        HalfStepped: the second time broke; parameters and moments must not be used any more. Any other error comes
+            before the first change.
     """
     grad_norm = math.hypot(*(_norm(part) for tensor in gradients for part in tensor.reshape(-1).split(piece)))
     if not math.isfinite(grad_norm):
@@ -126,24 +132,30 @@ def adamw_step_in_pieces(
     if not moments.exp_avg:
         both = [[_empty(tensor, offloads) for tensor in parameters] for _ in range(2)]
         given = Moments(exp_avg=both[0], exp_avg_sq=both[1])
-    squares, all_finite = [], True
-    for writes in (False, True):
+
+    def stepped() -> Iterator[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+        """Yield the old values of each piece, as views of where they lie, and its new ones."""
         for old_N, grad_N, avg_N, avg_sq_N in _pieces(parameters, gradients, given, piece):
             near = [each.to(old_N.device, copy=True) for each in (avg_N, avg_sq_N)]
             new_N = _stepped([old_N], grad_N * clip, near[0], near[1], moments.step, hyper)
-            if not writes:
-                squares.append(_norm(new_N - old_N))
-                all_finite &= _all_finite(near[1])
-                continue
-            old_N.copy_(new_N)
-            avg_N.copy_(near[0])
-            avg_sq_N.copy_(near[1])
-        update_norm = math.hypot(*squares)
-        if not math.isfinite(update_norm) or not all_finite:
-            raise InvalidRequest(
-                f"the step is not finite (update norm {update_norm}, gradient norm {grad_norm}, "
-                f"learning_rate {hyper.learning_rate}); it was refused"
-            )
+            yield (old_N, avg_N, avg_sq_N), (new_N, near[0], near[1])
+
+    squares, all_finite = [], True
+    for old, new in stepped():
+        squares.append(_norm(new[0] - old[0]))
+        all_finite &= _all_finite(new[2])
+    update_norm = math.hypot(*squares)
+    if not math.isfinite(update_norm) or not all_finite:
+        raise InvalidRequest(
+            f"the step is not finite (update norm {update_norm}, gradient norm {grad_norm}, "
+            f"learning_rate {hyper.learning_rate}); it was refused"
+        )
+    try:
+        for old, new in stepped():
+            for to_N, from_N in zip(old, new, strict=True):
+                to_N.copy_(from_N)
+    except Exception as error:
+        raise HalfStepped("the step broke while it was being written") from error
     moments.exp_avg, moments.exp_avg_sq = given.exp_avg, given.exp_avg_sq
     moments.step += 1
     return _metrics(grad_norm, update_norm, moments, hyper, is_clipped=is_clipped)

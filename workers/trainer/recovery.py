@@ -91,8 +91,8 @@ class Recovery:
             raise
         except (OpenRLError, OSError) as error:
             raise RecoveryFailed(f"snapshot {directory!r} of run {run_id!r} can't be read: {error}") from error
-        run.adopt(state.trained)
-        run.moments, run.gradient = state.moments, state.gradient
+        run.adopt(state.trained, state.moments)
+        run.gradient = state.gradient and [tensor.to(self._loaded.device) for tensor in state.gradient]
         run.train_attn, run.train_mlp = state.manifest.train_attn, state.manifest.train_mlp
         run.train_unembed, run.seed = state.manifest.train_unembed, state.manifest.seed
         run.void = str(state.manifest.extra["void"])

@@ -71,6 +71,10 @@ class Residency:
         tensors = (tensor for run in here for group in run.tensors() for tensor in group)
         return [tensor for tensor in tensors if tensor.device.type == self._device.type]
 
+    def lies_in_host(self, run: Run) -> bool:
+        """Tell whether the run gave way, and can be read without the device."""
+        return run in self._parked
+
     @property
     def parked(self) -> int:
         """Runs that lie in host memory."""

@@ -6,7 +6,8 @@ exactly once. Knows nothing of the store, of files, or of how a gradient is comp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +17,7 @@ from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.messages import OptimStep
 from openrl.workers.model.lora import Adapter
 from openrl.workers.trainer.full import Masters
-from openrl.workers.trainer.optimizer import Moments, adamw_step, adamw_step_in_pieces
+from openrl.workers.trainer.optimizer import HalfStepped, Moments, adamw_step, adamw_step_in_pieces
 
 _SHOWN = 200
 """How much of a failure's text is told again."""
@@ -49,6 +50,8 @@ class Run:
     """Whether it differs from its last recovery snapshot, or from its creation by seed."""
     snapshot_s: float = 0.0
     """How long its last recovery snapshot took, in seconds."""
+    torn: bool = False
+    """Whether a change broke while it was being written: what is here is no state, and has to be rebuilt."""
 
     @property
     def adapter(self) -> Adapter | None:
@@ -110,9 +113,28 @@ class Run:
         gradient = gradient and [copied(tensor) for tensor in gradient]
         return replace(self, trained=trained, moments=moments, gradient=gradient)
 
-    def adopt(self, trained: Adapter | Masters) -> None:
-        """Train these parameters from now on. Those of all weights are what the model in memory becomes."""
-        self.trained = trained.adopted() if isinstance(trained, Masters) else trained
+    def adopt(self, trained: Adapter | Masters, moments: Moments | None = None) -> None:
+        """Train these parameters from now on, with these moments or with none yet.
+
+        Those of all weights are what the model in memory becomes. They are copied into the tensors of the run as it
+        was, if it has any, so that the device never holds both.
+
+        Raises:
+            Exception: whatever broke; the run is `torn` then.
+        """
+        moments = moments or Moments()
+        with self._writing():
+            if not isinstance(trained, Masters):
+                self.trained, self.moments = trained, moments
+                return
+            if isinstance(self.trained, Masters):
+                self.trained.take(trained.weights)
+            else:
+                self.trained = trained.adopted()
+            home = torch.device("cpu") if trained.tuning.offloads else trained.loaded.device
+            for name in ("exp_avg", "exp_avg_sq"):
+                setattr(self.moments, name, _placed(getattr(moments, name), getattr(self.moments, name), home))
+            self.moments.step = moments.step
 
     def weights(self) -> Adapter | Masters:
         """Return what is trained.
@@ -166,6 +188,7 @@ class Run:
 
         Raises:
             InvalidRequest: nothing was accumulated, the gradient is void or not finite; no weight changed.
+            Exception: whatever broke; the run is `torn` if that was after its first change.
         """
         trained, gradient, void = self.weights(), self.gradient, self.void
         self.drop_gradient()
@@ -178,8 +201,30 @@ class Run:
             raise InvalidRequest("no step was taken: nothing was accumulated; send a forward_backward first")
         if not isinstance(trained, Masters):
             return adamw_step(trained.parameters(), gradient, self.moments, hyper)
-        metrics = adamw_step_in_pieces(
-            trained.parameters(), gradient, self.moments, hyper, offloads=trained.tuning.offloads
-        )
-        trained.install()
+        offloads = trained.tuning.offloads
+        try:
+            metrics = adamw_step_in_pieces(trained.parameters(), gradient, self.moments, hyper, offloads=offloads)
+        except HalfStepped:
+            self.torn = True
+            raise
+        with self._writing():
+            trained.install()
         return metrics
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Change what the run is in the body of the `with`; an error there leaves it torn."""
+        try:
+            yield
+        except BaseException:
+            self.torn = True
+            raise
+
+
+def _placed(tensors: Sequence[Tensor], old: Sequence[Tensor], home: torch.device) -> list[Tensor]:
+    """Return tensors at their home, in the memory of old ones of the same shapes where there are any."""
+    if len(old) != len(tensors):
+        return [tensor.to(home) for tensor in tensors]
+    for to, tensor in zip(old, tensors, strict=True):
+        to.copy_(tensor)
+    return list(old)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from pathlib import Path
 
 from openrl.tasks.errors import OpenRLError, StaleOwner
@@ -75,7 +76,10 @@ class Snapshots:
         try:
             copy = run.copy(in_host=self._in_host)
             self._writers[run.key] = writer = threading.Thread(
-                target=self._beside, args=(run, copy, lease, began), name="trainer-snapshot", daemon=True
+                target=self._beside,
+                args=(weakref.ref(run), copy, lease, began),
+                name="trainer-snapshot",
+                daemon=True,
             )
             run.changed = False
             writer.start()
@@ -91,8 +95,11 @@ class Snapshots:
         if writer is not None:
             writer.join()
 
-    def _beside(self, run: Run, copy: Run, lease: Lease, began: float) -> None:
-        """Write a copy. The run itself is only told that it still has to be saved, if it has."""
+    def _beside(self, run_of: weakref.ref[Run], copy: Run, lease: Lease, began: float) -> None:
+        """Write a copy. The run itself is only told that it still has to be saved, if it has.
+
+        It isn't kept: one that is dropped meanwhile is off the device at once, before a turn there is handed on.
+        """
         saved = False
         try:
             self._save(copy, lease)
@@ -100,14 +107,15 @@ class Snapshots:
         except StaleOwner as stale:
             log.warning("a recovery snapshot came too late: %s", stale)
         except (OpenRLError, OSError) as error:
-            log.error("no recovery snapshot of run %s: %s", run.run_id, error)
+            log.error("no recovery snapshot of run %s: %s", copy.run_id, error)
         except Exception:
-            log.exception("no recovery snapshot of run %s", run.run_id)
+            log.exception("no recovery snapshot of run %s", copy.run_id)
         finally:
-            if copy.changed and not saved:
-                run.changed = True
-            run.snapshot_s = time.monotonic() - began
-            self._writers.pop(run.key)
+            run = run_of()
+            if run is not None:
+                run.changed = run.changed or (copy.changed and not saved)
+                run.snapshot_s = time.monotonic() - began
+            self._writers.pop(copy.key)
 
     def _save(self, run: Run, lease: Lease) -> None:
         before = self._journal.snapshot(run.tenant, run.run_id)

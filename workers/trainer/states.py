@@ -42,7 +42,10 @@ _WITH_OPTIMIZER = (TRAINING, SNAPSHOT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What a directory held: `moments` and `gradient` only if they were asked for."""
+    """What a directory held: `moments` and `gradient` only if they were asked for.
+
+    Of all weights everything is in host memory: it is `Run.take` that brings it to the device.
+    """
 
     manifest: Manifest
     trained: Adapter | Masters
@@ -113,14 +116,14 @@ def read(
         trained = load_adapter(directory, loaded, trainable=True)
     else:
         trained = Masters(loaded=loaded, weights=full_weights(directory, loaded), tuning=full)
+    home = loaded.device if full is None else torch.device("cpu")
     moments = Moments()
     if with_optimizer and OPTIMIZER_FILE in found.files:
-        home = torch.device("cpu") if full is not None and full.offloads else loaded.device
         moments = _read_moments(directory, trained, home, step=found.step)
     gradient = None
     if GRADIENTS_FILE in found.files:
         shapes = {name: tensor.shape for name, tensor in trained.named_parameters()}
-        gradient = _moved(load_tensors(directory / GRADIENTS_FILE, shapes).values(), loaded.device)
+        gradient = _moved(load_tensors(directory / GRADIENTS_FILE, shapes).values(), home)
     return State(manifest=found, trained=trained, moments=moments, gradient=gradient)
 
 
