@@ -199,7 +199,8 @@ def check_sampler(message: CreateModel, model: BaseModel) -> None:
     if message.train_unembed and not model.sampler_head:
         raise InvalidRequest(
             f"lora_config.train_unembed is true; the samplers of {model.name} serve no adapters on the unembedding of "
-            f"a vocabulary of {model.vocab_size} tokens: set it to false, or start the service with --sampler torch"
+            f"a model of type {model.arch} with {model.vocab_size} tokens: set it to false, or start the service with "
+            "--sampler torch"
         )
 
 

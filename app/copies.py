@@ -118,7 +118,7 @@ def _holder(origin: Run, source: Checkpoint, session_id: str, run_id: str) -> Ru
         run_id=run_id,
         session_id=session_id,
         base_model=source.base_model,
-        slug=origin.slug,
+        slug=keys.base_slug(origin.slug),
         rank=source.rank,
         seed=0,
         train_attn=source.train_attn,

@@ -15,13 +15,14 @@ from celery import Task
 
 from openrl.scheduler import demand
 from openrl.scheduler.clusters.errors import ClusterUnavailable
-from openrl.scheduler.clusters.local import LocalCluster, device_bytes
+from openrl.scheduler.clusters.local import LocalCluster, device_bytes, devices
 from openrl.scheduler.decide import decide
 from openrl.scheduler.needs import Budget, Needs
 from openrl.scheduler.resources import Cluster, Need, Pool, Seen, Snapshot
 from openrl.scheduler.retention import retain
 from openrl.scheduler.settings import SchedulerSettings
 from openrl.scheduler.sweep import sweep, sweep_dropped
+from openrl.tasks import queues
 from openrl.tasks.assignment import Assignments
 from openrl.tasks.boundaries import reach
 from openrl.tasks.celery import CONTROL_QUEUE, celery
@@ -58,6 +59,11 @@ SCHEDULE: dict[str, dict[str, Any]] = {
     },
     "sweep-results": {
         "task": "scheduler.sweep_results",
+        "schedule": 300.0,
+        "options": {"queue": CONTROL_QUEUE, "expires": 300},
+    },
+    "sweep-queues": {
+        "task": "scheduler.sweep_queues",
         "schedule": 300.0,
         "options": {"queue": CONTROL_QUEUE, "expires": 300},
     },
@@ -104,8 +110,8 @@ class Reconciler:
         self._registry = Registry(store)
         self._journal = Journal(store)
         self._futures = Futures(store)
-        size = device_bytes() if settings.accelerators and cluster is None else 0
-        self._local = LocalCluster(store, accelerators=settings.accelerators, device_bytes=size)
+        chosen = devices()[: settings.accelerators] if cluster is None else ()
+        self._local = LocalCluster(store, accelerators=settings.accelerators, device_bytes=device_bytes(chosen))
         self._cluster: Cluster = cluster or self._local
         self._assignments = Assignments(store)
         self._turns = Turns(store.redis)
@@ -184,6 +190,11 @@ class Reconciler:
         if swept := self._futures.sweep():
             log.info("deleted the files of %d expired results", swept)
 
+    def sweep_queues(self) -> None:
+        """Delete the queues of full runs' pools that were let go."""
+        if forgotten := queues.forget_idle(self._store):
+            log.info("deleted the queues of %d pools that have nothing to do", forgotten)
+
     def meter_storage(self) -> None:
         """Count what tenants have stored since the last time."""
         Usage(self._store).meter()
@@ -236,6 +247,12 @@ def sweep_turns(self: SchedulerTask) -> None:
 def sweep_results(self: SchedulerTask) -> None:
     """Delete files of expired results. May be lost or doubled: the next tick deletes what is left."""
     self.reconciler.sweep_results()
+
+
+@celery.task(bind=True, base=SchedulerTask, name="scheduler.sweep_queues")
+def sweep_queues(self: SchedulerTask) -> None:
+    """Delete queues of pools that were let go. May be lost or doubled: the next tick deletes what is left."""
+    self.reconciler.sweep_queues()
 
 
 @celery.task(bind=True, base=SchedulerTask, name="scheduler.meter_storage")

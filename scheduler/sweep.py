@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -31,7 +31,7 @@ GRACE_S = 600.0
 def sweep(store: Store, *, age_s: float) -> int:
     """Delete orphans that haven't changed for `age_s`; return how many."""
     before = time.time() - age_s
-    names = _with_chains(store, named(store))
+    names = named(store)
     swept = 0
     for path in islice(_orphans(store, names, before), AT_ONCE):
         log.info("deleting %s: nothing names it", path.relative_to(store.settings.data_dir))
@@ -43,36 +43,45 @@ def sweep(store: Store, *, age_s: float) -> int:
 def sweep_dropped(store: Store, *, grace_s: float = GRACE_S) -> int:
     """Delete the directories whose row is gone for `grace_s`, and which nothing needs any more; return how many.
 
-    A waiting load, a sampler or a snapshot may still name one: it is looked at again. After a crash in
-    between they are looked at again too.
+    A waiting load, a sampler or a snapshot may still name one, and a later version may lead on from it: it is looked
+    at again, but not before another `grace_s`, since each look reads every row. After a crash in between they are
+    looked at again too.
     """
     dropped = Dropped(store)
     due = dropped.before(store.now() - grace_s)
-    names = _with_chains(store, named(store)).directories if due else set()
-    gone = [each for each in due if each not in names][:AT_ONCE]
-    for directory in gone:
+    if not due:
+        return 0
+    is_needed = _needs(store, named(store))
+    needed = {each for each in due if is_needed(each)}
+    dropped.look_later(sorted(needed))
+    gone = []
+    for directory in [each for each in due if each not in needed][:AT_ONCE]:
         log.info("deleting %s: its row is gone", directory)
-        layout.remove(layout.resolve(store.settings.data_dir, directory))
+        path = layout.resolve(store.settings.data_dir, directory)
+        layout.remove(path)
+        if not path.exists():
+            gone.append(directory)
     dropped.forget(gone)
     return len(gone)
 
 
-def _with_chains(store: Store, names: Named) -> Named:
-    """Count as named what a full run's named versions lead on from, back to an anchor."""
-    names.directories |= ancestors(store.settings.data_dir, names.chained)
-    return names
+def _needs(store: Store, names: Named) -> Callable[[str], bool]:
+    """Return what tells whether a directory is named, or a full run's named versions may lead on from it."""
+    chains = ancestors(store.settings.data_dir, names.chained)
+    return lambda directory: directory in names.directories or chains.need(directory)
 
 
 def _orphans(store: Store, names: Named, before: float) -> Iterator[Path]:
     data_dir = store.settings.data_dir
     spool = Spool(data_dir, inline_bytes=store.settings.inline_bytes)
+    is_needed = _needs(store, names)
     for path in spool.files():
         if _older(path, before) and f"@{path.relative_to(data_dir).as_posix()}" not in names.files:
             yield path
     for tenant, run_id in sorted(names.runs):
         for path in layout.versions(data_dir, tenant, run_id):
             name = path.relative_to(data_dir).as_posix()
-            if _older(path, before) and name not in names.directories and name not in names.dropped:
+            if _older(path, before) and not is_needed(name) and name not in names.dropped:
                 yield path
 
 

@@ -13,6 +13,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from openrl.tasks import keys
 from openrl.tasks.errors import StoreUnavailable
@@ -25,6 +27,8 @@ KEEP_S = 7 * 24 * 3600
 """How long the end of a place, and of a pod, is remembered: longer than a pod takes to start or a turn to be swept."""
 ASK_S = 2.0
 """Between two questions of a worker."""
+ALIVE = "OPENRL_ALIVE_FILE"
+"""Names a file that a worker with a place touches about each ASK_S, store or not; a probe looks at it."""
 PATIENCE_S = 120.0
 """A worker that isn't told of its place for so long leaves, and is started again."""
 
@@ -77,14 +81,15 @@ class Assignments:
 class Assignment:
     """A worker's side: its own place."""
 
-    def __init__(self, store: Store, assignment: str) -> None:
+    def __init__(self, store: Store, assignment: str, *, alive: str = "") -> None:
         self._store = store
         self.assignment = assignment
+        self._alive = alive
 
     @classmethod
     def of(cls, store: Store, environ: Mapping[str, str]) -> Assignment | None:
         """Return this process's place; None where none was given, as on one machine."""
-        return cls(store, environ[VARIABLE]) if environ.get(VARIABLE) else None
+        return cls(store, environ[VARIABLE], alive=environ.get(ALIVE, "")) if environ.get(VARIABLE) else None
 
     def state(self) -> str:
         """Return `current`, `ended`, or "" where nothing was said yet."""
@@ -117,6 +122,9 @@ class Assignment:
         return stopped
 
     def _ask(self) -> str:
+        if self._alive:
+            with suppress(OSError):  # a probe must not end what it looks at
+                Path(self._alive).touch()
         try:
             return self.state()
         except StoreUnavailable:

@@ -27,7 +27,9 @@ for i = 14, fields - 1, 3 do
   local is_checkpoint = ARGV[i] == K.checkpoints(tenant, run_id)
   if is_checkpoint or ARGV[i + 1] == 'record' then
     local old = redis.call('HGET', ARGV[i], ARGV[i + 1])
-    growth = growth + (cjson.decode(ARGV[i + 2]).size_bytes or 0) - (old and cjson.decode(old).size_bytes or 0)
+    old = old and cjson.decode(old) or {}
+    local freed = is_checkpoint and is_version(old) and 0 or old.size_bytes or 0
+    growth = growth + (cjson.decode(ARGV[i + 2]).size_bytes or 0) - freed
     checkpoints = checkpoints + (is_checkpoint and 1 or 0)
   end
 end

@@ -16,6 +16,7 @@ from openrl.tasks.celery import celery, letter, notice_queue, queue_name
 from openrl.tasks.endings import Endings
 from openrl.tasks.errors import OperationFailed, StoreUnavailable
 from openrl.tasks.futures import FAILED, PENDING
+from openrl.tasks.queues import note_pool
 from openrl.tasks.samples import MAX_ERROR_CHARS
 from openrl.tasks.store import Store
 
@@ -67,7 +68,7 @@ class Doorbell:
                 _send(f"{worker}.{kind}", (tenant, request_id), task_id=request_id, queue=queue)
             if queue not in self._known:
                 self._announce(family, worker, slug, tenant)
-                self._known.add(queue)
+                self._remember(family, slug, queue)
         except Exception as failure:  # whatever the broker's client raises, the operation is safe in the journal
             self._silent_until = time.monotonic() + SILENT_S
             log.warning("no doorbell for %s, nor for others soon: %s", request_id, type(failure).__name__)
@@ -79,11 +80,20 @@ class Doorbell:
     def _announce(self, family: str, worker: str, slug: str, tenant: str) -> None:
         """Make the workers of a base model consume a tenant's queue. Costs nothing when they already do."""
         with self._store.translated():
+            note_pool(self._store, family, slug)
             is_new = self._store.redis.sadd(keys.queues(family, slug), tenant)
         if is_new:
             celery.control.broadcast("refresh_queues")
             # Ends the read in flight, which doesn't know the new queue: 13 ms in place of a second.
             celery.send_task(f"{worker}.notice", queue=notice_queue(family, slug), ignore_result=True, retry=False)
+
+    def _remember(self, family: str, slug: str, queue: str) -> None:
+        """Remember that a queue was announced; not a full run's, which goes again: each ring announces it."""
+        if keys.is_full(slug):
+            for name in (queue, notice_queue(family, slug)):
+                celery.amqp.queues.pop(name, None)
+        else:
+            self._known.add(queue)
 
 
 def _of(kind: str) -> tuple[str, str]:

@@ -3,7 +3,7 @@ local K = {
   GAPS = 'openrl:gaps', WORKERS = 'openrl:workers', FILES = 'openrl:files', EPOCH = 'openrl:epoch',
   TOKENS = 'openrl:tokens', TENANTS = 'openrl:tenants', DONE = 'openrl:done',
   WAKE = 'openrl:wake', SIGNS = 'openrl:signs', MADE_ON = 'openrl:made-on',
-  PUBLISHED = 'openrl:published', DROPPED = 'openrl:dropped', QUOTAS = 'openrl:quotas',
+  PUBLISHED = 'openrl:published', DROPPED = 'openrl:dropped', QUOTAS = 'openrl:quotas', RUNG = 'openrl:rung',
   SCHEMA = 'openrl:schema', KEYS = 'openrl:keys',
 }
 function K.tenant(tenant, ...) return 'openrl:t:' .. tenant .. ':' .. table.concat({...}, ':') end
@@ -15,6 +15,7 @@ function K.idempotency(tenant, key) return K.tenant(tenant, 'idempotency', key) 
 function K.queued(tenant) return K.tenant(tenant, 'queued') end
 function K.quota(tenant) return K.tenant(tenant, 'quota') end
 function K.account(tenant) return K.tenant(tenant, 'account') end
+function K.held(tenant) return K.tenant(tenant, 'held') end
 function K.usage(tenant, hour) return K.tenant(tenant, 'usage', hour) end
 function K.runs(tenant) return K.tenant(tenant, 'runs') end
 function K.run(tenant, id) return K.tenant(tenant, 'run', id) end
@@ -39,6 +40,7 @@ function K.unfinished(slug) return 'openrl:unfinished:' .. slug end
 function K.claimants(slug) return 'openrl:claimants:' .. slug end
 function K.inflight(identity) return 'openrl:inflight:' .. identity end
 function K.depth(kind, slug) return 'openrl:depth:' .. kind .. ':' .. slug end
+function K.queues(kind, slug) return 'openrl:queues:' .. kind .. ':' .. slug end
 function K.worker(id) return 'openrl:worker:' .. id end
 
 local function clock()

@@ -47,6 +47,8 @@ PUBLISHED = "openrl:published"
 """zset: run with a published checkpoint -> since when"""
 DROPPED = "openrl:dropped"
 """zset: directory of weights whose row is gone -> since when; it goes too, once nobody can need it"""
+RUNG = "openrl:rung"
+"""set: "family slug" of each full run's pool of which Celery may have queues"""
 DONE = "openrl:done"
 """channel: "tenant request_id" """
 WAKE = "openrl:wake"
@@ -221,6 +223,14 @@ def account(tenant: str) -> str:
     `tokens` that were left at `tokens_at`, and until when its storage is `metered`.
     """
     return tenant_key(tenant, "account")
+
+
+def held(tenant: str) -> str:
+    """hash: directory of a full run's version that is still there without a row -> "<bytes> <slug> <session> <run>".
+
+    Its bytes are in the account until the directory goes: later versions may need it.
+    """
+    return tenant_key(tenant, "held")
 
 
 def usage(tenant: str, hour: int | str) -> str:

@@ -36,6 +36,7 @@ class Dropped:
     """The directories whose row is gone, each with the time when it went."""
 
     def __init__(self, store: Store) -> None:
+        self._store = store
         self._redis = store.redis
 
     @translated()
@@ -43,11 +44,16 @@ class Dropped:
         """Return those whose row went before a moment of the store's clock, longest ago first."""
         return _text(self._redis.zrangebyscore(keys.DROPPED, "-inf", moment))
 
-    @translated()
     def forget(self, directories: Sequence[str]) -> None:
-        """Note that the directories are gone too."""
+        """Note that the directories are gone too: from now on nobody is charged for them."""
         if directories:
-            self._redis.zrem(keys.DROPPED, *directories)
+            self._store.script("forget")(*directories)
+
+    @translated()
+    def look_later(self, directories: Sequence[str]) -> None:
+        """Note that something needs these now, as if their rows had just gone: no sweep asks before the next grace."""
+        if directories:
+            self._redis.zadd(keys.DROPPED, dict.fromkeys(directories, self._store.now()), xx=True)
 
 
 def named(store: Store) -> Named:

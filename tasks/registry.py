@@ -11,7 +11,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from openrl.tasks import keys
@@ -39,6 +39,20 @@ class Registry(Checkpoints):
     def add_model(self, model: BaseModel) -> None:
         """Serve `model` from now on."""
         self._redis.hset(keys.MODELS, model.name, model.to_json())
+
+    @translated()
+    def note_sampler(self, model: BaseModel, *, rank: int, head: bool) -> None:
+        """Note which adapters the samplers of `model` serve, while the weights that are served are still those."""
+
+        def note(pipe: Any) -> None:
+            row = pipe.hget(keys.MODELS, model.name)
+            now = None if row is None else BaseModel.from_json(row)
+            pipe.multi()
+            if now is not None and (now.path, now.digest) == (model.path, model.digest):
+                pipe.hset(keys.MODELS, model.name, replace(now, sampler_rank=rank, sampler_head=head).to_json())
+
+        # Watched: a service that starts meanwhile writes rows of its own.
+        self._redis.transaction(note, keys.MODELS)
 
     @translated()
     def remove_models(self) -> None:

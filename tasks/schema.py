@@ -17,11 +17,11 @@ from openrl.tasks.errors import OtherVersion, shown
 UNNUMBERED = 0
 """The number of a record that says none: the first versions gave numbers to some kinds only."""
 
-DATA = 2
+DATA = 3
 """The number of a service's data as a whole: which keys the store has, and which files lie in the data directory.
 
 1: has no number itself. 2: API keys by their ids; tenants' accounts; whose usage a waiting sample is; how large each
-sampler's version is.
+sampler's version is. 3: a version of a full run needs those before it, which an earlier version of the service deletes.
 """
 
 Migration = Callable[[dict[str, Any]], dict[str, Any]]
@@ -88,7 +88,8 @@ BASE_MODEL = Schema(noun="base model")
 SESSION = Schema(noun="session")
 RUN = Schema(noun="run", number=2, migrations={1: _as_it_is})
 """2: of a full fine-tuning run, which an earlier version would take for a LoRA run."""
-SAMPLER = Schema(noun="sampler")
+SAMPLER = Schema(noun="sampler", number=2, migrations={1: _as_it_is})
+"""2: of weights that may need those before them, which an earlier version would take for an adapter."""
 CHECKPOINT = Schema(noun="checkpoint", number=2, migrations={1: _as_it_is})
 AUDIT = Schema(noun="audit entry")
 API_KEY = Schema(noun="API key", number=2, migrations={1: _as_it_is})

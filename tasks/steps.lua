@@ -143,15 +143,35 @@ local function too_much(tenant, size, most)
   return queued > 0 and queued + size > tonumber(most)
 end
 
+-- Tell whether a row is that of a full run's version, which later ones may need after the row is gone.
+local function is_version(row)
+  return (row.weights_digest or '') ~= ''
+end
+
+-- Count the bytes of a row that goes no longer: at once, or, of a full run's version, when its directory goes too.
+-- `of` as for `note_usage`.
+local function discount(tenant, row, directory, of)
+  local size = row.size_bytes or 0
+  if is_version(row) and string.match(directory, '^tenants/([^/]+)/') == tenant then
+    redis.call('HSET', K.held(tenant), directory, string.format('%.0f ', size) .. of)
+  else
+    add(tenant, 'stored', -size)
+  end
+end
+
 -- Write a checkpoint's row, or with '' remove it. The directory of a row that goes is noted as dropped, with the time:
 -- whoever has just read that row may be about to use it. Everybody finds those whose row says that it is public.
 local function put_checkpoint(tenant, run_id, id, row)
   local rows, published = K.checkpoints(tenant, run_id), K.published(run_id)
   local old = redis.call('HGET', rows, id)
   local was, is = old and cjson.decode(old) or {}, row ~= '' and cjson.decode(row) or {}
-  add(tenant, 'stored', (is.size_bytes or 0) - (was.size_bytes or 0))
+  add(tenant, 'stored', is.size_bytes or 0)
   if was.directory and was.directory ~= is.directory then
+    local slug = redis.call('HGET', K.run(tenant, run_id), 'slug') or '-'
+    discount(tenant, was, was.directory, slug .. ' ' .. string.match(run_id, '^[^:]+') .. ' ' .. run_id)
     redis.call('ZADD', K.DROPPED, clock(), was.directory)
+  else
+    add(tenant, 'stored', -(was.size_bytes or 0))
   end
   if row == '' then
     redis.call('HDEL', rows, id)

@@ -63,13 +63,24 @@ class Usage:
             self._store.script("meter")(tenant, MOST_METERED_S, before, *chain.from_iterable(sizes.items()))
 
     def _stored(self, tenant: str) -> dict[str, int]:
-        """Return the bytes of checkpoints and samplers' own versions, by what their usage is counted under."""
+        """Return the bytes of checkpoints and samplers' own versions, by what their usage is counted under.
+
+        With those of full runs' versions whose rows are gone and whose directories aren't.
+        """
         sizes: dict[str, int] = defaultdict(int)
+        seen: set[str] = set()
         for checkpoint, slug in walk.checkpoints(self._store, tenant):
             sizes[f"{slug or '-'} {keys.session_of(checkpoint.run_id)} {checkpoint.run_id}"] += checkpoint.size_bytes
+            seen.add(checkpoint.directory)
         for sampler, _ in walk.samplers(self._store, tenant):
             if sampler.size_bytes:
                 sizes[f"{sampler.slug} {sampler.session_id} {sampler.run_id or '-'}"] += sampler.size_bytes
+                seen.add(sampler.adapter_dir)
+        # After the rows: one that went meanwhile is counted there or here, and not twice.
+        for directory, held in self._store.redis.hgetall(keys.held(tenant)).items():
+            size, _, used = held.decode().partition(" ")
+            if directory.decode() not in seen:
+                sizes[used] += int(size)
         return sizes
 
     @translated()

@@ -22,6 +22,7 @@ from kombu.messaging import Consumer
 from openrl.tasks import keys, revoking, turn_events
 from openrl.tasks.celery import celery, notice_queue, queue_name
 from openrl.tasks.errors import OperationFailed, StoreUnavailable
+from openrl.tasks.queues import note_pool
 from openrl.tasks.store import Store
 
 log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class TenantQueues:
 
     def names(self) -> list[str]:
         """Return every queue to consume now."""
+        note_pool(self._store, self.family, self.slug)
         with self._store.translated():
             tenants = sorted(
                 member.decode() for member in self._store.redis.smembers(keys.queues(self.family, self.slug))

@@ -15,6 +15,7 @@ from openrl.app.openai.asked import Asked
 from openrl.app.openai.plan import Plan, Prompt
 from openrl.app.openai.tokenizer import Tokenizer
 from openrl.app.openai.written import REPLACEMENT, Drawn, Pieces, Shown, Written
+from openrl.workers.weights import layout
 
 LEAST = -9999.0
 """Stands for a probability of 0: JSON has no infinity."""
@@ -154,10 +155,17 @@ def answer(plan: Plan, form: Form, results: Mapping[int, Mapping[str, Any]], num
         for place, prompt in enumerate(plan.prompts)
         for choice in _choices(plan, form, place * plan.asked.n, prompt, results[place])
     ]
-    weights = {"system_fingerprint": results[0]["weights"]} if results[0].get("weights") else {}
     return {
         **head(plan.asked, form.prefix, form.whole, number), "choices": choices, "usage": usage(plan, results),
-    } | weights  # fmt: skip
+    } | fingerprint(plan)  # fmt: skip
+
+
+def fingerprint(plan: Plan) -> dict[str, str]:
+    """Return which weights answer, as the sampler's results say it; nothing for a base model's own."""
+    asked = plan.samples[0]
+    if not asked.adapter_dir:
+        return {}
+    return {"system_fingerprint": layout.version_id(asked.adapter_dir, asked.weights_digest)}
 
 
 def _choices(plan: Plan, form: Form, first: int, prompt: Prompt, result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

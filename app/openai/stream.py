@@ -36,7 +36,7 @@ class Stream:
     ) -> None:
         self._plan, self._form, self._order, self._number = plan, form, order, number
         self._keep_alive_s = keep_alive_s
-        self._head = answers.head(plan.asked, form.prefix, form.chunk, number)
+        self._head = answers.head(plan.asked, form.prefix, form.chunk, number) | answers.fingerprint(plan)
         self._echoes = off_loop(_echoes, plan, large=sum(len(prompt.ids) for prompt in plan.prompts) > LARGE_TOKENS)
         self._written = [
             [answers.writer(plan, prompt, len(text)) for _ in range(plan.asked.n)]

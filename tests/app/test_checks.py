@@ -251,6 +251,7 @@ def test_a_run_whose_adapters_the_samplers_cannot_serve_is_refused():
     assert text.startswith("lora_config.rank is 17; the samplers of b serve ranks up to 16")
     text = refusal(checks.check_sampler, replace(good, train_unembed=True), BASE)
     assert text.startswith("lora_config.train_unembed is true; the samplers of b serve no adapters")
+    assert "a model of type llama with 270000 tokens" in text
     checks.check_sampler(replace(good, rank=0, train_unembed=True, fine_tuning="full"), BASE)
     checks.check_sampler(replace(good, rank=512, train_unembed=True), replace(BASE, sampler_rank=0, sampler_head=True))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from openrl.scheduler.sweep import sweep_dropped
-from openrl.tasks import audit
+from openrl.tasks import audit, keys
 from openrl.tasks.errors import StoreUnavailable
 from openrl.tasks.messages import CreateModel, decode
 from openrl.tasks.tenants import SAMPLE, Tenants
@@ -49,6 +50,20 @@ def test_a_copy_has_the_same_files_in_a_run_of_its_own_in_the_project(shared: Sh
     for name, content in FILES.items():
         assert (copied / name).read_bytes() == content
         assert os.stat(copied / name).st_ino == os.stat(source / name).st_ino, "no byte is stored twice"
+
+
+def test_a_copy_of_a_full_runs_checkpoint_is_filed_under_the_base_model_not_under_anothers_pool(
+    shared: Shared,  # noqa: F811
+) -> None:
+    ada, run = shared.ada, shared.run
+    registry, redis = ada.services.registry, ada.services.store.redis
+    base = registry.run("ada", run).slug
+    row, pool = json.loads(redis.hget(keys.run("ada", run), "record")), keys.pool_slug(base, "ada", run)
+    fields = {"record": json.dumps(row | {"slug": pool, "fine_tuning": "full"}), "slug": pool}
+    redis.hset(keys.run("ada", run), mapping=fields)
+    copied, _ = registry.parts(copy(ada, shared.uri("weights"))["tinker_path"])
+    assert registry.run("ada", run).slug == pool
+    assert (registry.run("ada", copied).slug, redis.hget(keys.run("ada", copied), "slug")) == (base, base.encode())
 
 
 def test_a_copy_stays_when_its_source_is_deleted(shared: Shared) -> None:  # noqa: F811

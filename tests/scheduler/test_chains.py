@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +18,12 @@ from openrl.scheduler.sweep import sweep, sweep_dropped
 from openrl.tasks import keys
 from openrl.tasks.journal import Journal, sampler_row
 from openrl.tasks.messages import CreateModel
+from openrl.tasks.orphans import Dropped
+from openrl.tasks.records import Checkpoint
 from openrl.tasks.registry import Registry, Sampler
 from openrl.tasks.store import Store
+from openrl.tasks.usage import Usage
+from openrl.tasks.versions import Versions
 from openrl.workers.weights import layout
 from openrl.workers.weights.publish import Publisher
 from openrl.workers.weights.reader import Reader
@@ -104,3 +112,108 @@ def test_the_sweep_of_what_nothing_names_leaves_a_chain_whole(store: Store, vers
     sweep(store, age_s=24 * 3600)
     assert on_disk(store, versions) == "0123456", "the fourth leads on from the first three"
     assert read(store, versions[3])[:4].tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def made_old(store: Store) -> None:
+    then = time.time() - 10 * 24 * 3600
+    for path in store.settings.data_dir.rglob("*"):
+        os.utime(path, (then, then))
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("call", ["open", "stat"])
+@pytest.mark.parametrize("which", [6, 5], ids=["the kept version", "one before it"])
+def test_what_can_not_be_read_now_costs_no_version_what_it_leads_on_from(
+    store: Store, versions: list[Sampler], monkeypatch: pytest.MonkeyPatch, which: int, call: str, number: int
+) -> None:
+    assert retain(store, SchedulerSettings(version_last=1, version_ttl_s=1e-3)) == NUM - 1
+    other = layout.ephemeral_dir(TENANT, keys.run_id("s-other", 0), 0, 1)
+    layout.resolve(store.settings.data_dir, other).mkdir(parents=True)
+    store.redis.zadd(keys.DROPPED, {other: 1.0})
+    made_old(store)
+    sick, whole = store.settings.data_dir / versions[which].adapter_dir, getattr(Path, call)
+
+    def fails(path: Path, *args: object, **options: object) -> object:
+        if path.is_relative_to(sick):
+            raise OSError(number, os.strerror(number))
+        return whole(path, *args, **options)
+
+    with monkeypatch.context() as context:
+        context.setattr(Path, call, fails)
+        assert sweep_dropped(store, grace_s=-1) == 1, "of another run it goes on"
+        store.redis.delete(keys.DROPPED)
+        with suppress(OSError):  # it may also end there
+            sweep(store, age_s=24 * 3600)
+    assert on_disk(store, versions) == "0123456"
+    sweep(store, age_s=24 * 3600)
+    assert on_disk(store, versions) == "456", "once it can be read again"
+
+
+def test_a_damaged_manifest_keeps_what_lies_beside_it_and_a_version_that_is_gone_keeps_nothing(
+    store: Store, versions: list[Sampler]
+) -> None:
+    assert retain(store, SchedulerSettings(version_last=1, version_ttl_s=1e-3)) == NUM - 1
+    last = store.settings.data_dir / versions[6].adapter_dir
+    (last / "manifest.json").write_bytes(b"{}")
+    assert sweep_dropped(store, grace_s=-1) == 0
+    shutil.rmtree(last)
+    assert sweep_dropped(store, grace_s=-1) == NUM - 1
+    assert on_disk(store, versions) == ""
+
+
+def stored(store: Store) -> int:
+    """What the account says, which a new measurement must not change."""
+    before = int(store.redis.hget(keys.account(TENANT), "stored") or 0)
+    Usage(store).meter()
+    assert int(store.redis.hget(keys.account(TENANT), "stored") or 0) == before
+    return before
+
+
+def test_a_version_is_counted_until_its_directory_goes(store: Store, versions: list[Sampler], run_id: str) -> None:
+    Usage(store).meter()
+    assert stored(store) == 700
+    retain(store, SchedulerSettings(version_last=1, version_ttl_s=1e-3))
+    assert stored(store) == 700, "nothing has gone yet"
+    sweep_dropped(store, grace_s=-1)
+    assert stored(store) == 300, "the last, and two that it leads on from"
+    store.redis.hincrbyfloat(keys.account(TENANT), "metered", -3600)
+    usage = Usage(store)
+    usage.meter()
+    rows = [row for row in usage.between(TENANT, time.time() - 7200, time.time()) if row.name == "byte_seconds"]
+    assert {(row.slug, row.session_id, row.run_id) for row in rows} == {(BASE, keys.session_of(run_id), run_id)}
+    [last] = Versions(store).all()
+    assert Versions(store).drop(last) and stored(store) == 300
+    assert sweep_dropped(store, grace_s=-1) == 3 and stored(store) == 0
+    assert store.redis.exists(keys.DROPPED, keys.held(TENANT)) == 0
+
+
+def test_a_named_version_is_counted_until_its_directory_goes_and_other_checkpoints_until_they_are_deleted(
+    store: Store, versions: list[Sampler], run_id: str
+) -> None:
+    for number, digest in ((0, versions[0].weights_digest), (1, "")):
+        made = Checkpoint(
+            run_id=run_id, checkpoint_id=f"sampler_weights/{number}", kind="sampler",
+            directory=layout.sampler_dir(TENANT, run_id, str(number), 1), size_bytes=1000, created=1.0,
+            base_model=BASE, rank=0, train_attn=True, train_mlp=True, train_unembed=True, step=1,
+            has_optimizer=False, weights_digest=digest,
+        )  # fmt: skip
+        store.script("checkpoint_swap")(TENANT, run_id, made.checkpoint_id, "", made.to_json())
+    Usage(store).meter()
+    registry = Registry(store)
+    registry.set_public(TENANT, run_id, "sampler_weights/0", public=True)
+    assert stored(store) == 2700
+    for number, left in ((1, 1700), (0, 1700)):
+        registry.delete_checkpoint(TENANT, run_id, f"sampler_weights/{number}")
+        assert stored(store) == left
+    assert sweep_dropped(store, grace_s=-1) == 2
+    assert stored(store) == 700
+
+
+def test_what_is_still_needed_is_looked_at_again_after_another_grace_only(
+    store: Store, versions: list[Sampler]
+) -> None:
+    retain(store, SchedulerSettings(version_last=1, version_ttl_s=1e-3))
+    store.redis.zadd(keys.DROPPED, dict.fromkeys(store.redis.zrange(keys.DROPPED, 0, -1), 1.0))
+    assert sweep_dropped(store) == 4
+    assert store.redis.zcard(keys.DROPPED) == 2
+    assert Dropped(store).before(store.now() - 60) == [], "each look reads every row"

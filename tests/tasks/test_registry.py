@@ -45,6 +45,19 @@ def test_a_model_is_found_by_its_name_with_or_without_a_suffix(registry):
     assert registry.models() == [MODEL]
 
 
+def test_what_a_sampler_serves_is_noted_unless_its_model_is_another_by_now(registry):
+    registry.add_model(MODEL)
+    registry.note_sampler(replace(MODEL, max_context=1), rank=8, head=False)
+    assert registry.model(MODEL.name) == replace(MODEL, sampler_rank=8, sampler_head=False)
+    newer = replace(MODEL, path="/newer", digest="d")
+    registry.add_model(newer)
+    registry.note_sampler(MODEL, rank=16, head=True)
+    assert registry.model(MODEL.name) == newer
+    registry.remove_models()
+    registry.note_sampler(MODEL, rank=16, head=True)
+    assert registry.models() == []
+
+
 def test_an_unknown_model_is_answered_with_those_served(registry):
     registry.add_model(MODEL)
     with pytest.raises(NotFound, match=r"org/Tiny-1\.0"):
@@ -198,12 +211,25 @@ def test_the_names_are_the_same_in_python_and_in_lua(store):
         "future": ("t", "r"), "job": ("t", "r"), "waiting": ("t", "x"), "ready": ("x",), "turns": ("x",),
         "served": ("x",), "unfinished": ("x",), "claimants": ("x",), "inflight": ("w/g",), "depth": ("train", "x"),
         "worker": ("w",), "published": ("s:train:0",), "unloads": ("x",),
-        "quota": ("t",), "account": ("t",), "usage": ("t", "5"),
+        "quota": ("t",), "account": ("t",), "usage": ("t", "5"), "held": ("t",),
+        "queues": ("train", "x"), "pools": ("x",),
     }  # fmt: skip
     for name, args in cases.items():
         spoken = store.redis.eval(source + f"return K.{name}(unpack(ARGV))", 0, *args)
         assert spoken.decode() == getattr(keys, name)(*args), name
-    for name in ("GAPS", "WORKERS", "FILES", "EPOCH", "TENANTS", "DONE", "WAKE", "PUBLISHED", "DROPPED", "QUOTAS"):
+    for name in (
+        "GAPS",
+        "WORKERS",
+        "FILES",
+        "EPOCH",
+        "TENANTS",
+        "DONE",
+        "WAKE",
+        "PUBLISHED",
+        "DROPPED",
+        "QUOTAS",
+        "RUNG",
+    ):
         assert store.redis.eval(source + f"return K.{name}", 0).decode() == getattr(keys, name)
 
 

@@ -123,7 +123,7 @@ HASHES = (r"openrl:t:[^:]+:future:.*", r"openrl:t:[^:]+:job:.*")
 NO_RECORDS = (
     r"openrl:t:[^:]+:session:[^:]+:(runs|samplers)", r"openrl:t:[^:]+:run:.*:bodies", r"openrl:t:[^:]+:sampler:.*:ops",
     r"openrl:depth:.*", r"openrl:served:.*", r"openrl:inflight:.*", r"openrl:worker:.*", keys.SIGNS, keys.MADE_ON,
-    keys.KEY_IDS, keys.QUOTAS, r"openrl:published:.*", r"openrl:t:[^:]+:(account|quota|usage:\d+)",
+    keys.KEY_IDS, keys.QUOTAS, r"openrl:published:.*", r"openrl:t:[^:]+:(account|held|quota|usage:\d+)",
 )  # fmt: skip
 """Indexes, counters, leases, and bodies, whose entry has the number: the store's own number is theirs."""
 

@@ -35,6 +35,7 @@ def old(store, created, registry, session_id, journal) -> str:
     lease.close()
     row = json.loads(sampler.to_json())
     del row["size_bytes"]
+    row["schema"] = 1
     store.redis.hset(keys.sampler(TENANT, sampler.sampler_id), "record", json.dumps(row))
     store.redis.hdel(keys.job(TENANT, promise), "of", "schema")
     store.redis.delete(keys.SCHEMA, keys.account(TENANT))
@@ -57,6 +58,24 @@ def test_old_data_is_upgraded_once(store, old, session_id, created):
     before = everything(store)
     assert upgrade.upgrade(store, alone=False) is None
     assert everything(store) == before
+
+
+def test_data_from_before_full_runs_gets_a_number_that_its_release_refuses_and_nothing_else(store, created, registry):
+    number_of_that_release = 2
+    sampler = registry.create_sampler(
+        TENANT, session_id=keys.session_of(created[0]), seq=0, base_model="tiny/base", slug=SLUG
+    )
+    key = keys.sampler(TENANT, sampler.sampler_id)
+    store.redis.hset(key, "record", json.dumps(json.loads(sampler.to_json()) | {"schema": 1}))
+    store.redis.set(keys.SCHEMA, number_of_that_release)
+    before = everything(store)
+    assert upgrade.upgrade(store, alone=True) == number_of_that_release
+    assert number_of_that_release < DATA, "it deletes what a full run's version leads on from"
+    after = everything(store)
+    assert {name for name in before | after if before.get(name) != after.get(name)} == {keys.SCHEMA.encode()}
+    assert json.loads((store.settings.data_dir / upgrade.MARKER).read_text()) == {"schema": DATA}
+    assert Sampler.from_json(store.redis.hget(key, "record")) == sampler
+    assert json.loads(sampler.to_json())["schema"] == 2
 
 
 def test_an_upgrade_that_broke_off_is_done_again_with_the_same_end(store, old, monkeypatch):
@@ -105,7 +124,7 @@ def test_a_store_of_a_number_that_no_earlier_version_has_is_refused_and_nothing_
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        ('{"schema": 3}', "has data of schema 3"),
+        (f'{{"schema": {DATA + 1}}}', f"has data of schema {DATA + 1}"),
         ("{}", "is damaged"),
         ("", "is damaged"),
         ('{"schema": "2"}', "damaged"),
