@@ -38,10 +38,10 @@ def files() -> dict[Path, str]:
     return made
 
 
-def rendered(values: Mapping[str, Any]) -> dict[str, str]:
+def rendered(values: Mapping[str, Any], *, namespace: str = NAMESPACE) -> dict[str, str]:
     """Return the chart's objects under these values, as YAML by the template that they come from."""
     with Chart.load(CHART) as chart:
-        found = chart.render(dict(values), name=NAME, namespace=NAMESPACE)
+        found = chart.render(dict(values), name=NAME, namespace=namespace)
     texts = {Path(path).stem: text.strip("\n") + "\n" for path, text in sorted(found.items()) if path.endswith(".yaml")}
     return {name: text.removeprefix("---\n") for name, text in texts.items() if any(yaml.safe_load_all(text))}
 

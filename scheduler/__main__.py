@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+from importlib import metadata
 from pathlib import Path
 
 from celery.beat import Service
@@ -28,6 +29,9 @@ from openrl.tasks.settings import StoreSettings
 from openrl.tasks.store import Store
 
 log = logging.getLogger(__name__)
+
+DISTRIBUTION = "openrl-service"
+"""What OpenRL is installed as."""
 
 EVERY_TICK = ("celery.beat", "celery.worker.strategy", "celery.app.trace")
 """Loggers that would write three lines a second."""
@@ -86,13 +90,13 @@ class Poke:
 
 
 def _cluster(store: Store, settings: SchedulerSettings) -> tuple[Cluster | None, str]:
-    """Return where workers run, None for this machine, and the version that they are to have.
+    """Return where workers run, None for this machine, and the version that they are to have: on it, our own.
 
     Raises:
         ValueError: a setting of the cluster makes no sense, or it isn't found.
     """
     if settings.cluster == "local":
-        return None, ""
+        return None, metadata.version(DISTRIBUTION)
     # Only here, since its client alone takes half a second and 50 MB to import.
     from openrl.scheduler.clusters.kubernetes import connect
 

@@ -20,13 +20,17 @@ NO_LIMIT = Limit()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One worker to place. `workload`: as it is seen, None where it isn't there yet. `asked`: somebody waits for it."""
+    """One worker to place. `workload`: as it is seen, None where it isn't there yet. `asked`: somebody waits for it.
+
+    `avoids`: where it is not to be placed, as a workload has it.
+    """
 
     pool: Pool
     name: str
     need: Need
     workload: Workload | None
     asked: bool
+    avoids: str = ""
 
     @property
     def kind(self) -> Kind:
@@ -147,7 +151,14 @@ def standing_asks(view: View, unspoken: Iterable[str]) -> list[Ask]:
             continue
         demands = [view.demand(workload) or NO_DEMAND for workload in groups[claim]]
         members = tuple(
-            Member(pool=view.pools[each.name], name=each.name, need=each.need, workload=each, asked=True)
+            Member(
+                pool=view.pools[each.name],
+                name=each.name,
+                need=each.need,
+                workload=each,
+                asked=True,
+                avoids=view.avoided(each),
+            )
             for each in groups[claim]
         )
         waited_s, depth = max(each.oldest_s for each in demands), sum(each.depth for each in demands)
@@ -162,9 +173,9 @@ def _stands(members: list[Workload], view: View) -> bool:
     return not leaving and any(process.unschedulable for process in processes)
 
 
-def released(workload: Workload, reason: str, view: View) -> Action:
-    """Return what takes a workload from its seat, to be placed anew."""
-    after = replace(workload, claim=None, phase="Pending", reason=reason, since=view.now)
+def released(workload: Workload, reason: str, view: View, *, avoids: str = "") -> Action:
+    """Return what takes a workload from its seat, to be placed anew; `avoids`: not there."""
+    after = replace(workload, claim=None, phase="Pending", reason=reason, since=view.now, avoids=avoids)
     return Action(verb="release", workload=workload, after=after, reason=reason)
 
 
@@ -177,7 +188,10 @@ def _members(pool: Pool, demand: Demand, view: View) -> Iterator[Member]:
     """Yield the pool's workers that have no place: those that are missing, and those that wait for one."""
     for workload in view.replicas.get(pool, ()):
         if workload.phase == "Pending":
-            yield Member(pool=pool, name=workload.name, need=workload.need, workload=workload, asked=bool(demand.depth))
+            yield Member(
+                pool=pool, name=workload.name, need=workload.need, workload=workload, asked=bool(demand.depth),
+                avoids=view.avoided(workload),
+            )  # fmt: skip
     for number in range(max(view.num_wanted(pool, demand), int(_completes_a_gang(pool, view)))):
         name = pool.replica_name(number)
         if name not in view.by_name:

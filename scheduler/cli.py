@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 import click
 
 from openrl.scheduler import engines
-from openrl.scheduler.clusters.local import devices
 from openrl.scheduler.settings import DEFAULT_IDLE_TIMEOUT_S, DEFAULT_RESTART_MAX_S, UpSettings
 from openrl.tasks import datadir
 from openrl.tasks.errors import OpenRLError
@@ -106,6 +105,7 @@ def up(models: tuple[str, ...], accelerators: int | None, idle_timeout: float, *
     \b
     Exit status: 0 stopped by a signal, 1 a part did not come up, 2 refused before anything was started.
     """
+    from openrl.scheduler.clusters.local import devices  # needs psutil, which an API's image has not
     from openrl.scheduler.up import Failed, run
 
     names = models or tuple(name.strip() for name in os.environ.get("OPENRL_MODELS", "").split(",") if name.strip())
@@ -136,7 +136,7 @@ def flower(port: int, data_dir: Path) -> None:
 @data_dir_option
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def celery_command(data_dir: Path, arguments: tuple[str, ...]) -> None:
-    """Run the celery CLI on the running service. Options of ours come first.
+    """Run the celery CLI on the running service, or on the one that OPENRL_REDIS_URL names. Options of ours come first.
 
     \b
     openrl celery inspect active
@@ -182,6 +182,14 @@ def _service(data_dir: Path) -> datadir.Service:
     return service
 
 
+def _found(data_dir: Path) -> dict[str, str]:
+    """Return the environment of the service that runs on the directory, else of the one that our own names."""
+    service = datadir.service(data_dir)
+    if service is None and os.environ.get("OPENRL_REDIS_URL"):
+        return {"OPENRL_DATA_DIR": str(data_dir)}
+    return _environment(data_dir, _service(data_dir))
+
+
 def _environment(data_dir: Path, service: datadir.Service) -> dict[str, str]:
     return {
         "OPENRL_DATA_DIR": str(data_dir),
@@ -191,6 +199,6 @@ def _environment(data_dir: Path, service: datadir.Service) -> dict[str, str]:
 
 
 def _exec_celery(data_dir: Path, *arguments: str) -> NoReturn:
-    environ = {**os.environ, **_environment(data_dir, _service(data_dir))}
+    environ = {**os.environ, **_found(data_dir)}
     argv = [sys.executable, "-m", "celery", "-A", "openrl.tasks", *arguments]
     os.execve(sys.executable, argv, environ)

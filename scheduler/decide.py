@@ -33,7 +33,8 @@ def decide(snapshot: Snapshot) -> Decision:
     if not snapshot.seen.has_claims:
         return Decision(actions=(*stopped, *replaced, *_on_the_cpu(view)))
     # Where claims can be made, a seat is free once its process is gone; a machine's own devices are in turns anyway.
-    room = Room(snapshot.seen, snapshot.policy, gone=() if snapshot.seen.can_claim else leaving)
+    gone = () if snapshot.seen.can_claim else leaving
+    room = Room(snapshot.seen, snapshot.policy, gone=gone, stuck=view.stuck_claims)
     waiting_ones = [*asks(view), *standing_asks(view, room.unspoken)]
     placed = Placer(view, room).place(Queue(waiting_ones, view))
     settled = _without(staying, placed.actions)
@@ -74,7 +75,7 @@ def _evicted(view: View, placed: Placed, staying: list[Workload], *, leaving: se
     if not (unmet or placed.standing):
         return []
     gone = leaving | {each.name for each in view.workloads if each.phase == "Stopping"}
-    future = Room(view.seen, view.policy, gone=gone)
+    future = Room(view.seen, view.policy, gone=gone, stuck=view.stuck_claims)
     for name, member in placed.taken:
         spot = future.named(name)
         if spot is not None:

@@ -96,11 +96,16 @@ def _chosen(wanted: str, python: str, *, own_python: str, has_gpu: bool) -> Engi
     return Engine(name=name, python=python or own_python)
 
 
+def as_set(environ: Mapping[str, str]) -> Engine:
+    """Return the engine of samplers that something else starts: the environment says it to them and to us."""
+    return Engine(name=environ.get(ENGINE) or TORCH, python="", full=environ.get(FULL_ENGINE) == VLLM)
+
+
 def as_served(models: Sequence[BaseModel], engine: Engine, environ: Mapping[str, str]) -> list[BaseModel]:
     """Return the base models with what their samplers will serve of adapters: a run is refused by it at once."""
     settings = next(entry.load() for entry in entry_points(group="openrl.settings") if entry.name == "sampler")
     found = settings.from_env({**environ, **engine.environ})
-    limits = ((model, found.serves(model.vocab_size)) for model in models)
+    limits = ((model, found.serves(model.arch, model.vocab_size)) for model in models)
     return [replace(model, sampler_rank=rank, sampler_head=head) for model, (rank, head) in limits]
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from openrl.scheduler import engines
 from openrl.scheduler import models as base_models
 from openrl.scheduler import prepare as preparing
 from openrl.tasks.errors import OpenRLError
@@ -71,7 +72,8 @@ def prepare(models: tuple[str, ...], patience: float) -> None:
     """Make a store and a data directory ready for parts that something else starts.
 
     `openrl up` needs none of it. Brings older data up to date, serves these base models and no others, and publishes
-    the environment's quotas. Needs OPENRL_REDIS_URL and OPENRL_DATA_DIR. May run again at any time.
+    the environment's quotas. Needs OPENRL_REDIS_URL and OPENRL_DATA_DIR, and of the samplers' settings
+    (OPENRL_SAMPLER_...) those that say which adapters they serve. May run again at any time.
 
     \b
       openrl prepare --model Qwen/Qwen3-4B=/models/qwen3-4b
@@ -80,7 +82,8 @@ def prepare(models: tuple[str, ...], patience: float) -> None:
     """
     names = models or tuple(name.strip() for name in os.environ.get("OPENRL_MODELS", "").split(",") if name.strip())
     with _one_line("prepare"), _store() as store:
-        done = preparing.prepare(store, base_models.resolve(names), patience_s=patience)
+        served = engines.as_served(base_models.resolve(names), engines.as_set(os.environ), os.environ)
+        done = preparing.prepare(store, served, patience_s=patience)
     old = "" if done.upgraded_from is None else f"; upgraded the data from schema {done.upgraded_from}"
     new = "" if done.new_epoch is None else f"; epoch {done.new_epoch} begins"
     click.echo(f"serving {', '.join(done.models) or 'no base model'}{old}{new}", err=True)

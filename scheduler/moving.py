@@ -1,4 +1,6 @@
-"""Who gives up a seat and is placed anew: its claim or its node is gone, or a device that suits it better is free."""
+"""Who gives up a seat and is placed anew: its claim or its node is gone, its node has no room for its pod after all, or
+a device that suits it better is free.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +27,9 @@ def lost(view: View, staying: Iterable[Workload]) -> list[Action]:
             found.append(released(workload, f"claim {workload.claim} is gone", view))
         elif claim.node is not None and (claim.node not in nodes or not nodes[claim.node].ready):
             found.append(released(workload, f"node {claim.node} is lost", view))
+        elif claim.node is not None and view.is_stuck(workload):
+            reason = f"node {claim.node}, where {claim.name} lies, has no room for its pod"
+            found.append(released(workload, reason, view, avoids=claim.node))
     return found
 
 

@@ -11,17 +11,26 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from openrl.scheduler.resources import Need, Pool
 from openrl.scheduler.shape import Shape
-from openrl.scheduler.sizing import Size, full_trainer, lora_trainer, sampler
+from openrl.scheduler.sizing import Size, full_trainer, lora_trainer, sampler, vllm_sampler
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.registry import BaseModel
 
 log = logging.getLogger(__name__)
 
+Value = TypeVar("Value")
+
 ON_A_GPU_TOKENS = 16_384
 """Tokens of a pass where no setting says otherwise, as the trainer's own settings have it."""
+
+
+COMPUTE_DTYPES = {"": "bfloat16", "auto": "bfloat16", "bfloat16": "bfloat16", "float32": "float32"}
+"""What full trainers on a GPU compute in, by the setting."""
+MOMENTS = {"": False, "device": False, "host": True}
+"""Whether they keep their moments in host memory, by the setting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,26 +40,55 @@ class Budget:
     dtype: str = "bfloat16"
     token_budget: int = ON_A_GPU_TOKENS
     """OPENRL_TRAINER_TOKEN_BUDGET: tokens of a micro-batch."""
+    compute_dtype: str = "bfloat16"
+    """OPENRL_TRAINER_COMPUTE_DTYPE: what full fine-tuning computes in."""
+    offloads: bool = False
+    """OPENRL_TRAINER_MOMENTS=host: the moments of full fine-tuning lie in host memory."""
     rank: int = 32
     """Rank of the LoRA runs that a trainer is sized for."""
-    runs: int = 8
-    """So many of them on the device at once; further ones lie in host memory until they are used."""
+    parked_runs: int = 8
+    """So many runs' adapters lie in host memory. On the device there must be room for one: the others are brought there
+    as far as there is room, and otherwise when they are used."""
     kv_tokens: int = 65_536
     """OPENRL_SAMPLER_KV_TOKENS: positions of the sampler's cache."""
     versions: int = 16
     """OPENRL_SAMPLER_VERSIONS: adapters that a sampler keeps."""
-    alone: bool = False
-    """OPENRL_SAMPLER_ENGINE=vllm: samplers of base models take no turns, so each has its accelerator alone."""
+    vllm: bool = False
+    """OPENRL_SAMPLER_ENGINE=vllm: samplers of base models run on it. It takes no turns."""
+    full_vllm: bool = False
+    """OPENRL_SAMPLER_FULL_ENGINE=vllm: so do those of full runs."""
+    loras: int = 8
+    """OPENRL_SAMPLER_MAX_LORAS: places for adapters that vLLM makes on the device."""
+    cpu_loras: int = 32
+    """OPENRL_SAMPLER_MAX_CPU_LORAS: adapters that vLLM has in host memory."""
+    lora_rank: int = 64
+    """OPENRL_SAMPLER_MAX_LORA_RANK: the rank that each of those places is made for."""
+    vllm_share: float = 0.9
+    """OPENRL_SAMPLER_GPU_MEMORY_UTILIZATION: of a device that vLLM takes."""
+    only_one: bool = False
+    """OPENRL_ACCELERATORS=1: the machine's one device is shared even with vLLM, since a trainer would have none."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Budget:
         """Read what is set. Raises ValueError naming the variable that makes no sense."""
         return cls(
             token_budget=_integer(environ, "OPENRL_TRAINER_TOKEN_BUDGET", 0) or ON_A_GPU_TOKENS,
+            compute_dtype=_word(environ, "OPENRL_TRAINER_COMPUTE_DTYPE", COMPUTE_DTYPES),
+            offloads=_word(environ, "OPENRL_TRAINER_MOMENTS", MOMENTS),
             kv_tokens=_integer(environ, "OPENRL_SAMPLER_KV_TOKENS", 65_536),
             versions=_integer(environ, "OPENRL_SAMPLER_VERSIONS", 16),
-            alone=environ.get("OPENRL_SAMPLER_ENGINE", "") == "vllm",
+            vllm=environ.get("OPENRL_SAMPLER_ENGINE", "") == "vllm",
+            full_vllm=environ.get("OPENRL_SAMPLER_FULL_ENGINE", "") == "vllm",
+            loras=_integer(environ, "OPENRL_SAMPLER_MAX_LORAS", 8),
+            cpu_loras=_integer(environ, "OPENRL_SAMPLER_MAX_CPU_LORAS", 32),
+            lora_rank=_integer(environ, "OPENRL_SAMPLER_MAX_LORA_RANK", 64),
+            vllm_share=_share(environ, "OPENRL_SAMPLER_GPU_MEMORY_UTILIZATION", 0.9),
+            only_one=environ.get("OPENRL_ACCELERATORS", "") == "1",
         )
+
+    def is_vllm(self, pool: Pool) -> bool:
+        """Tell whether the pool's workers are vLLM."""
+        return pool.kind == "sampler" and (self.full_vllm if pool.is_full else self.vllm)
 
 
 class Needs:
@@ -71,17 +109,22 @@ class Needs:
         if isinstance(shape, str):
             return shape
         budget = self._budget
+        if budget.is_vllm(pool):
+            loras, cpu_loras = (0, 0) if pool.is_full else (budget.loras, budget.cpu_loras)
+            return vllm_sampler(shape, dtype=budget.dtype, longest=model.max_context, share=budget.vllm_share,
+                                rank=budget.lora_rank, loras=loras, cpu_loras=cpu_loras)  # fmt: skip
         if pool.kind == "sampler":
             versions = 0 if pool.is_full else budget.versions
             return sampler(shape, dtype=budget.dtype, kv_tokens=budget.kv_tokens, rank=budget.rank, versions=versions)
         if pool.is_full:
-            return full_trainer(shape, dtype=budget.dtype, token_budget=budget.token_budget)
+            return full_trainer(shape, dtype=budget.dtype, token_budget=budget.token_budget,
+                                compute_dtype=budget.compute_dtype, offloads=budget.offloads)  # fmt: skip
         return lora_trainer(shape, dtype=budget.dtype, rank=budget.rank, token_budget=budget.token_budget,
-                            runs=budget.runs, on_bytes=on_bytes)  # fmt: skip
+                            parked_runs=budget.parked_runs, on_bytes=on_bytes)  # fmt: skip
 
     def _need(self, pool: Pool, model: BaseModel, owners: Mapping[str, str]) -> Need:
         owner, size = owners.get(pool.slug, ""), self.size(pool, model)
-        alone = self._budget.alone and pool.kind == "sampler" and not pool.is_full
+        alone = self._budget.is_vllm(pool) and not self._budget.only_one
         if isinstance(size, str):
             return Need(owner=owner, words=size, exclusive=alone)
         return Need(
@@ -111,3 +154,21 @@ def _integer(environ: Mapping[str, str], name: str, default: int) -> int:
     if number < 0:
         raise ValueError(f"{name}={text!r} must be 0 or more")
     return number
+
+
+def _word(environ: Mapping[str, str], name: str, meanings: Mapping[str, Value]) -> Value:
+    text = environ.get(name, "")
+    if text not in meanings:
+        raise ValueError(f"{name}={text!r} must be one of {', '.join(filter(None, meanings))}")
+    return meanings[text]
+
+
+def _share(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name, "")
+    try:
+        share = float(text) if text else default
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not a number") from None
+    if not 0 < share <= 1:
+        raise ValueError(f"{name}={text!r} must be above 0 and at most 1")
+    return share

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from openrl.scheduler.asks import Ask, Member, Queue, released
 from openrl.scheduler.coming import Coming
-from openrl.scheduler.resources import Action, Claim, Phase
+from openrl.scheduler.resources import UNCLAIMED, Action, Claim, Phase
 from openrl.scheduler.room import Room, Spot, Taken
 from openrl.scheduler.sizes import in_words as _size
 from openrl.scheduler.view import View
@@ -73,7 +73,7 @@ class Placer:
         """Return a spot for each member, and count them taken; empty where not all have one."""
         if len(ask.members) == 1:
             [member] = ask.members
-            spot = self._room.find(member.kind, member.need, claims_only=bool(ask.standing))
+            spot = self._room.find(member.kind, member.need, claims_only=bool(ask.standing), avoids=member.avoids)
             if spot is None:
                 return []
             self._room.take(spot, member.need)
@@ -91,7 +91,7 @@ class Placer:
     def _try(self, members: Iterable[Member], *, claims_only: bool) -> list[Spot]:
         taken: list[Taken] = []
         for member in members:
-            spot = self._room.find(member.kind, member.need, claims_only=claims_only)
+            spot = self._room.find(member.kind, member.need, claims_only=claims_only, avoids=member.avoids)
             if spot is None:
                 for each in reversed(taken):
                     self._room.undo(each)
@@ -116,7 +116,8 @@ class Placer:
         for member, spot in zip(ask.members, spots, strict=True):
             assert member.workload is not None
             reason = f"{ask.standing} isn't allocated, and {spot.name} has room now"
-            self._placed.actions.append(released(member.workload, reason, self._view))
+            avoids = UNCLAIMED if ask.standing in self._view.stuck_claims else ""
+            self._placed.actions.append(released(member.workload, reason, self._view, avoids=avoids))
             self._placed.used.add(spot.name)
             self._placed.taken.append((spot.name, member))
 

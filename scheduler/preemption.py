@@ -32,7 +32,8 @@ def preemptions(view: View, waiting: Iterable[Ask], future: Room, staying: Itera
     actions: list[Action] = []
     for ask in list(waiting)[:MOST_ASKS]:
         for member in ask.members:
-            spot = future.find(member.kind, member.need)
+            # For one that stands, free devices are none that the cluster lets it have.
+            spot = future.find(member.kind, member.need, claims_only=bool(ask.standing), avoids=member.avoids)
             if spot is None:
                 spot, leaving = _cheapest(member, future, idle, ask.priority)
                 actions += [_stop(each, ask) for each in leaving]
@@ -62,7 +63,7 @@ def _cheapest(
 ) -> tuple[Spot | None, list[_Idle]]:
     """Return the spot that is had by the fewest stops, and these; they are counted out of `future` and `idle`."""
     best: tuple[Spot, list[_Idle]] | None = None
-    for node in sorted(idle):
+    for node in sorted(idle.keys() - {member.avoids}):
         chosen: list[_Idle] = []
         # What is enough is found on each accelerator of the node: its own idle ones first, then its neighbours'.
         for spot in sorted({each.spot.index: each.spot for each in idle[node]}.values(), key=lambda spot: spot.index):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from openrl.scheduler.resources import Action, Workload
+from openrl.scheduler.resources import Action, Process, Sign, Workload
 from openrl.scheduler.view import View
 
 HUNG_LEASES, HUNG_LEAST_S = 3.0, 30.0
@@ -31,13 +31,21 @@ def _hung(workload: Workload, view: View) -> Action | None:
     """
     snapshot = view.snapshot
     process, sign = view.process(workload), snapshot.signs.get(workload.name)
-    if process is None or sign is None or (process.pid, process.generation) != (sign.pid, workload.generation):
+    if process is None or sign is None or not _is_its_sign(process, sign) or process.leaving:
+        return None
+    if process.phase != "running" or process.generation != workload.generation:
         return None
     silent_s = view.now - max(sign.at, snapshot.watched_since)
     if silent_s < snapshot.lease_s + max(HUNG_LEASES * snapshot.lease_s, HUNG_LEAST_S):
         return None
-    reason = f"process {process.pid} runs and has not renewed its lease for {silent_s:.0f} s: it hangs"
+    who = f"process {process.pid}" if process.pid else "its pod"
+    reason = f"{who} runs and has not renewed its lease for {silent_s:.0f} s: it hangs"
     return _renewed(workload, workload.version, reason, view)
+
+
+def _is_its_sign(process: Process, sign: Sign) -> bool:
+    """Tell whether the sign of life is of this process, and not of the one before: of a pod, by when it started."""
+    return process.pid == sign.pid if process.pid else sign.at >= process.started
 
 
 def _outdated(view: View, staying: list[Workload], *, busy: set[str]) -> list[Action]:
@@ -55,9 +63,9 @@ def _outdated(view: View, staying: list[Workload], *, busy: set[str]) -> list[Ac
 
 
 def _is_coming(workload: Workload, view: View) -> bool:
-    """Tell whether its fresh process is not yet at work."""
-    process = view.process(workload)
-    if not workload.is_to_run:
+    """Tell whether its fresh process is not yet at work. One that stands before a claim may wait for days: not that."""
+    process, claim = view.process(workload), view.claim(workload)
+    if not workload.is_to_run or (claim is not None and claim.node is None and process and process.unschedulable):
         return False
     if process is None or process.phase != "running" or process.generation != workload.generation:
         return True

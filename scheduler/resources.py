@@ -92,7 +92,9 @@ class Process:
     """What runs for a workload: a process of this machine (`pid`) or a pod, of this generation of its workload.
 
     `phase` is `running` for a process of this machine. `leaving`: it was asked to end. `unschedulable`: a pod that no
-    node has room for now. `version`: what code it runs, "" where that isn't told.
+    node has room for now, and `unschedulable_since` since when, 0 meaning for long. `version`: what code it runs, ""
+    where that isn't told. `started`: when a pod's container started, which tells its signs of life from those of the
+    pod before; a process of this machine has its pid for that.
     """
 
     pid: int = 0
@@ -101,6 +103,8 @@ class Process:
     leaving: bool = False
     unschedulable: bool = False
     version: str = ""
+    unschedulable_since: float = 0.0
+    started: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +117,17 @@ class Sign:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine that takes workers of these kinds. `host_bytes`: its memory for them, all together."""
+    """A machine that takes workers of these kinds. `host_bytes`: its memory for them, all together.
+
+    `ready`: it answers; what has a place on one that doesn't is placed anew. `takes_new`: one that is cordoned doesn't,
+    and keeps what it has.
+    """
 
     name: str
     host_bytes: int = 0
     kinds: frozenset[Kind] = frozenset(KINDS)
     ready: bool = True
+    takes_new: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +179,9 @@ class Claim:
         return self.node is not None and not self.deleting
 
 
+UNCLAIMED = "*"
+"""What `Workload.avoids` says of all devices that have no claim: those that look free weren't to be had."""
+
 Phase = Literal["Pending", "Reserved", "Placing", "Running", "Stopping", "Succeeded", "Failed"]
 """Pending: it waits for a seat. Reserved: a seat that is kept for a process which nobody needs yet. Placing: its
 process is to run. The others are a driver's own words for what became of that."""
@@ -181,7 +193,8 @@ class Workload:
 
     A process of an older `generation` is not wanted any more: it is ended, and a fresh one takes its place. `claim`:
     the one that it has a seat at; None on the CPU, and while it waits for a place. `placed`: how often it was given a
-    place. `phase` and `reason` say how it is, for an operator.
+    place. `avoids`: a node that had no room for its pod though it had a seat there, or UNCLAIMED; it isn't placed there
+    again for a while after `since`. `phase` and `reason` say how it is, for an operator.
     """
 
     name: str
@@ -196,6 +209,7 @@ class Workload:
     version: str = ""
     phase: Phase = "Placing"
     reason: str = ""
+    avoids: str = ""
 
     @property
     def pool(self) -> Pool:
@@ -264,6 +278,8 @@ class Policy:
     the autoscaler has for each of its claims. `residue_bytes`: what a parked worker still has on the device.
     `patience_s`: after so long a wait the next room is kept for it. `preempt_idle_s`: so long idle, a worker gives way
     to one that waits. `drop_s`: a claim without seats goes after this. `surge`: workers replaced at once in an upgrade.
+    `unschedulable_s`: a pod that no node takes for so long, though by our books one would, shows that the books are
+    wrong. `avoid_s`: so long it then isn't placed on that node.
     """
 
     strategy: Strategy = "spread"
@@ -277,6 +293,8 @@ class Policy:
     preempt_idle_s: float = 15.0
     migrate_idle_s: float = 120.0
     drop_s: float = 30.0
+    unschedulable_s: float = 30.0
+    avoid_s: float = 600.0
     sampler_replicas: int = 1
     replica_depth: int = 256
     surge: int = 1

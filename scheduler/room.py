@@ -4,6 +4,9 @@ Workers at one claim take turns: each has the whole device while it computes, so
 beside the little that parked ones leave there; their parked state lies in the memory of the node, all of it at once.
 Best fit (Johnson 1973): the smallest device that does, and on it, to pack, the node with the least memory that still
 suffices. Counts only down, but for `undo`.
+
+An accelerator of this machine (a fixed claim) takes whoever is alone there, whatever its size is thought to be: an
+estimate decides who shares, not whether somebody runs at all. Who is alone there parks nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +15,12 @@ import math
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from openrl.scheduler.resources import Claim, Device, Kind, Need, Node, Policy, Seat, Seen
+from openrl.scheduler.resources import UNCLAIMED, Claim, Device, Kind, Need, Node, Policy, Seat, Seen
 
 Key = tuple[float, int, int]
-Signature = tuple[Kind, bool, bool | None, bool]
+Signature = tuple[Kind, bool, bool | None, bool, str]
 
 
 @dataclass(slots=True)
@@ -33,12 +36,29 @@ class Spot:
     seats: int = 0
     exclusive: bool = False
     largest: int = 0
+    host_bytes: int = 0
+    """What its workers park, all together."""
     key: Key = (0.0, 0, 0)
 
     @property
     def is_empty(self) -> bool:
         """Tell whether nobody has it."""
         return not self.seats
+
+    @property
+    def is_fixed(self) -> bool:
+        """Tell whether it is a device of this machine, neither made nor dropped."""
+        return self.claim is not None and self.claim.fixed
+
+    @property
+    def parked_bytes(self) -> int:
+        """Return what counts of its node's memory."""
+        return 0 if self.is_fixed and self.seats < 2 else self.host_bytes
+
+    def parked_with(self, host_bytes: int) -> int:
+        """Return what would count more with another worker."""
+        after = 0 if self.is_fixed and not self.seats else self.host_bytes + host_bytes
+        return after - self.parked_bytes
 
 
 @dataclass(slots=True)
@@ -62,25 +82,33 @@ class Taken:
 class Room:
     """The accelerators of a cluster with what is left of each.
 
-    `gone`: workloads whose seats are counted as free already.
+    `gone`: workloads whose seats are counted as free already. `stuck`: pending claims that the cluster finds no device
+    for, though one may look free here: it is held by others, broken, or kept from our pods.
     """
 
-    def __init__(self, seen: Seen, policy: Policy, *, gone: Iterable[str] = ()) -> None:
+    def __init__(self, seen: Seen, policy: Policy, *, gone: Iterable[str] = (), stuck: Iterable[str] = ()) -> None:
         self._policy = policy
         self._gone = frozenset(gone)
+        self._stuck = frozenset(stuck)
+        self._has_fixed = any(claim.fixed for claim in seen.claims)
         self._by_claim: dict[str, Spot] = {}
         self._free: dict[str, Spot] = {}
         self._nodes = {
-            node.name: _NodeRoom(node, float(node.host_bytes or math.inf)) for node in seen.nodes if node.ready
+            node.name: _NodeRoom(node, float(node.host_bytes or math.inf), closed=not node.takes_new)
+            for node in seen.nodes
+            if node.ready
         }
         self._shelves: dict[tuple[bool, float], list[Key]] = defaultdict(list)
         self._spots: list[Spot] = []
         self._refused: dict[Signature, list[tuple[int, int]]] = {}
         self._tentative = 0
         self.unspoken: list[str] = []
-        """Pending claims for which no device is free."""
+        """Pending claims for which no device is free, and those that are stuck."""
         self._add_claims(seen.claims)
-        free = [device for device in seen.devices if not device.claim and device.node in self._nodes]
+        free = [
+            device for device in seen.devices
+            if not device.claim and device.node in self._nodes and not self._nodes[device.node].closed
+        ]  # fmt: skip
         for device in self._unspoken(free, seen.claims):
             self._free[device.name] = self._add(device.name, device.node, device.device_bytes, None, ())
         for spot in self._spots:
@@ -88,17 +116,21 @@ class Room:
 
     # What there is
 
-    def find(self, kind: Kind, need: Need, *, join: bool | None = None, claims_only: bool = False) -> Spot | None:
+    def find(
+        self, kind: Kind, need: Need, *, join: bool | None = None, claims_only: bool = False, avoids: str = ""
+    ) -> Spot | None:
         """Return the spot that suits best, None where there is none.
 
-        `join`: whether it must have seats already. `claims_only`: no device that has no claim.
+        `join`: whether it must have seats already. `claims_only`: no device that has no claim. `avoids`: not on this
+        node, UNCLAIMED meaning what `claims_only` does.
         """
-        signature = (kind, need.exclusive, join, claims_only)
+        claims_only = claims_only or avoids == UNCLAIMED
+        signature = (kind, need.exclusive, join, claims_only, avoids)
         if self._was_refused(signature, need):
             return None
         order = (False, True) if self._policy.strategy == "binpack" else (True, False)
         for empty in order if join is None else (not join,):
-            if (spot := self._first(empty, kind, need, claims_only=claims_only)) is not None:
+            if (spot := self._first(empty, kind, need, claims_only=claims_only, avoids=avoids)) is not None:
                 return spot
         if not self._tentative:
             self._refused.setdefault(signature, []).append((need.device_bytes, need.host_bytes))
@@ -107,9 +139,7 @@ class Room:
     def could_ever(self, kind: Kind, need: Need) -> bool:
         """Tell whether some accelerator would do if all others left it."""
         return any(
-            (spot.device_bytes >= need.device_bytes)
-            and kind in room.node.kinds
-            and (room.node.host_bytes or math.inf) >= need.host_bytes
+            kind in room.node.kinds and (spot.is_fixed or _would_do(spot, room.node, need))
             for room in self._nodes.values()
             for spot in room.spots
         )
@@ -117,21 +147,21 @@ class Room:
     def admits(self, spot: Spot, kind: Kind, need: Need) -> bool:
         """Tell whether a worker of this need may come to the spot now."""
         room = self._nodes[spot.node]
-        if room.closed or kind not in room.node.kinds or room.left < need.host_bytes:
+        if room.closed or kind not in room.node.kinds:
             return False
-        return self._has_seat(spot, need)
+        return _is_its_own(spot) or (room.left >= spot.parked_with(need.host_bytes) and self._has_seat(spot, need))
 
     def would_admit(self, spot: Spot, kind: Kind, need: Need, leaving: Sequence[tuple[Spot, Seat]]) -> bool:
         """Tell whether a worker could come to the spot if these seats of its node were free."""
         room = self._nodes[spot.node]
-        left = room.left + sum(seat.host_bytes for _, seat in leaving)
-        if room.closed or kind not in room.node.kinds or left < need.host_bytes:
+        if room.closed or kind not in room.node.kinds:
             return False
-        here = [seat for at, seat in leaving if at is spot]
-        after = Spot(spot.index, spot.name, spot.node, spot.device_bytes, spot.claim, seats=spot.seats - len(here))
-        after.exclusive = spot.exclusive and not any(seat.exclusive for seat in here)
-        after.largest = spot.largest if after.seats else 0
-        return self._has_seat(after, need)
+        left, after = room.left, spot
+        for place in {at.index: at for at, _ in leaving}.values():
+            then = _without(place, [seat for at, seat in leaving if at is place])
+            left += place.parked_bytes - then.parked_bytes
+            after = then if place is spot else after
+        return _is_its_own(after) or (left >= after.parked_with(need.host_bytes) and self._has_seat(after, need))
 
     # What changes
 
@@ -192,8 +222,7 @@ class Room:
     def node_could(self, spot: Spot, kind: Kind, need: Need) -> bool:
         """Tell whether the spot would do if everybody left its node."""
         node = self._nodes[spot.node].node
-        fits = spot.device_bytes >= need.device_bytes and (node.host_bytes or math.inf) >= need.host_bytes
-        return fits and kind in node.kinds
+        return kind in node.kinds and (spot.is_fixed or _would_do(spot, node, need))
 
     # How
 
@@ -202,19 +231,25 @@ class Room:
             if claim.node is None or claim.node not in self._nodes:
                 continue
             if claim.deleting:
-                self._nodes[claim.node].left -= sum(seat.host_bytes for seat in claim.seats)
+                self._nodes[claim.node].left -= sum(seat.host_bytes for seat in claim.seats)  # its pods are there yet
                 continue
             self._add_claim(claim, claim.node)
 
     def _unspoken(self, free: list[Device], claims: Iterable[Claim]) -> list[Device]:
-        """Return the free devices that are left once each pending claim has one, and count the memory of its seats."""
+        """Return the free devices that are left once each pending claim has one, and count the memory of its seats.
+
+        One that is stuck is given none, and yet one less is left: what looks free isn't.
+        """
         waiting = [claim for claim in claims if claim.node is None and not claim.deleting and claim.seats]
         for claim in sorted(waiting, key=lambda claim: (claim.since, claim.name)):
             host_bytes = sum(seat.host_bytes for seat in claim.seats)
             for device in free:
                 if device.device_bytes >= claim.device_bytes and self._nodes[device.node].left >= host_bytes:
                     free.remove(device)
-                    self._nodes[device.node].left -= host_bytes
+                    if claim.name in self._stuck:
+                        self.unspoken.append(claim.name)
+                    else:
+                        self._nodes[device.node].left -= host_bytes
                     break
             else:
                 self.unspoken.append(claim.name)
@@ -229,24 +264,32 @@ class Room:
         spot = Spot(len(self._spots), name, node, float(size or math.inf), claim, seats=len(seats))
         spot.exclusive = any(seat.exclusive for seat in seats)
         spot.largest = max((seat.device_bytes for seat in seats), default=0)
+        spot.host_bytes = sum(seat.host_bytes for seat in seats)
         room = self._nodes[node]
         self._spots.append(spot)
         room.spots.append(spot)
-        room.left -= sum(seat.host_bytes for seat in seats)
+        room.left -= spot.parked_bytes
         return spot
 
-    def _first(self, empty: bool, kind: Kind, need: Need, *, claims_only: bool) -> Spot | None:
-        packs = self._policy.strategy == "binpack"
-        for size in sorted(size for has_none, size in self._shelves if has_none == empty):
-            if size < need.device_bytes:
-                continue
+    def _first(self, empty: bool, kind: Kind, need: Need, *, claims_only: bool, avoids: str) -> Spot | None:
+        packs = self._policy.strategy == "binpack" and not self._has_fixed
+        for size in self._sizes(empty, need):
             shelf = self._shelves[empty, size]
             begin = bisect_left(shelf, (float(need.host_bytes), -1 << 60, 0)) if packs else 0
             for position in range(begin, len(shelf)):
                 spot = self._spots[shelf[position][2]]
-                if not (claims_only and spot.claim is None) and self.admits(spot, kind, need):
+                if (claims_only and spot.claim is None) or (avoids and spot.node == avoids):
+                    continue
+                if self.admits(spot, kind, need):
                     return spot
         return None
+
+    def _sizes(self, empty: bool, need: Need) -> list[float]:
+        """Return the sizes of device to look at: those that suffice, smallest first, then this machine's own."""
+        sizes = sorted(size for has_none, size in self._shelves if has_none == empty)
+        fitting = [size for size in sizes if size >= need.device_bytes]
+        smaller = sizes[: len(sizes) - len(fitting)] if empty and self._has_fixed else []
+        return fitting + smaller[::-1]
 
     def _has_seat(self, spot: Spot, need: Need) -> bool:
         if spot.seats and (spot.exclusive or need.exclusive):
@@ -266,8 +309,10 @@ class Room:
         moved = room.spots if self._policy.strategy == "binpack" and not math.isinf(room.left) else [spot]
         for each in moved:
             self._unshelve(each)
+        before = spot.parked_bytes
         spot.seats += seats
-        room.left -= host_bytes
+        spot.host_bytes += host_bytes
+        room.left -= spot.parked_bytes - before
         for each in moved:
             self._shelve(each)
 
@@ -281,3 +326,21 @@ class Room:
     def _unshelve(self, spot: Spot) -> None:
         shelf = self._shelves[spot.is_empty, spot.device_bytes]
         del shelf[bisect_left(shelf, spot.key)]
+
+
+def _is_its_own(spot: Spot) -> bool:
+    """Tell whether who comes to the spot is alone on a device of this machine: sizes don't bind it there."""
+    return spot.is_fixed and spot.is_empty
+
+
+def _would_do(spot: Spot, node: Node, need: Need) -> bool:
+    return spot.device_bytes >= need.device_bytes and (node.host_bytes or math.inf) >= need.host_bytes
+
+
+def _without(spot: Spot, seats: Sequence[Seat]) -> Spot:
+    """Return the spot as it is once these seats of it are free."""
+    after = replace(spot, seats=spot.seats - len(seats))
+    after.host_bytes -= sum(seat.host_bytes for seat in seats)
+    after.exclusive = spot.exclusive and not any(seat.exclusive for seat in seats)
+    after.largest = spot.largest if after.seats else 0
+    return after

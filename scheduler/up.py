@@ -222,8 +222,8 @@ class _Up:
         self._listener = listener
         self._port: int = listener.getsockname()[1]
         self._signals = 0
-        self._workers: dict[str, int] = {}
-        """Which generation of its workload each worker was started for."""
+        self._workers: dict[str, Workload] = {}
+        """What each worker was started for."""
         self._epoch_of: int | None = None
         self._epoch_trouble: int | None = None
         self._store = Store.connect(_store_settings(settings))
@@ -296,7 +296,7 @@ class _Up:
         descriptor = self._listener.fileno()
         for name, module, env, files in (
             (API, "openrl.app", {"OPENRL_LISTEN_FD": str(descriptor)}, (descriptor,)),
-            (SCHEDULER, "openrl.scheduler", {}, ()),
+            (SCHEDULER, "openrl.scheduler", self._engine.environ, ()),
         ):
             argv = [sys.executable, "-m", module]
             self._supervisor.start(Program(name=name, argv=argv, env={**self._environment(), **env}, files=files))
@@ -337,15 +337,19 @@ class _Up:
     def _follow(self, workloads: tuple[Workload, ...]) -> None:
         """Run the processes that are wanted, and no others."""
         wanted = {workload.name: workload for workload in workloads}
-        for name, generation in sorted(self._workers.items()):
+        for name, started in sorted(self._workers.items()):
             if name not in wanted:
                 self._let_go(name, "no longer wanted, stopping", grace_s=IDLE_STOP_S)
-            elif wanted[name].generation != generation:
+            elif wanted[name].generation == started.generation:
+                continue
+            elif wanted[name].version != started.version:
+                self._let_go(name, f"makes place for version {wanted[name].version}", grace_s=IDLE_STOP_S)
+            else:
                 self._let_go(name, "gives no sign of life; ending it, a fresh one follows", grace_s=HUNG_STOP_S)
         for name in sorted(wanted.keys() - self._supervisor.names()):
             self._supervisor.start(self._worker(wanted[name]))
             if name in self._supervisor.names():
-                self._workers[name] = wanted[name].generation
+                self._workers[name] = wanted[name]
                 report.line(f"{name}: starting, log {self._supervisor.log_path(name)}")
 
     def _let_go(self, name: str, why: str, *, grace_s: float) -> None:
@@ -356,7 +360,10 @@ class _Up:
     def _running(self) -> dict[str, Process]:
         """Return the processes of the workers, but those on their way out."""
         pids = {name: self._supervisor.pid(name) for name in self._workers}
-        return {name: Process(pid=pid, generation=self._workers[name]) for name, pid in pids.items() if pid is not None}
+        return {
+            name: Process(pid=pid, generation=self._workers[name].generation, version=self._workers[name].version)
+            for name, pid in pids.items() if pid is not None
+        }  # fmt: skip
 
     def _worker(self, workload: Workload) -> Program:
         module = f"openrl.workers.{workload.kind}"

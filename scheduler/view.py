@@ -6,6 +6,7 @@ Made once a decision; changes nothing and decides nothing.
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import cached_property
 
 from openrl.scheduler.resources import Claim, Demand, Need, Pool, Process, Snapshot, Worker, Workload
 
@@ -45,6 +46,27 @@ class View:
     def process(self, workload: Workload) -> Process | None:
         """Return what runs for it."""
         return self.seen.processes.get(workload.name)
+
+    def is_stuck(self, workload: Workload) -> bool:
+        """Tell whether no node takes its pod for so long that it isn't only that nobody has looked yet."""
+        process = self.process(workload)
+        return (
+            process is not None
+            and process.unschedulable
+            and not process.leaving
+            and process.generation == workload.generation
+            and self.now - process.unschedulable_since >= self.policy.unschedulable_s
+        )
+
+    @cached_property
+    def stuck_claims(self) -> set[str]:
+        """Return the pending claims that no device is found for: for so long that none which looks free can be."""
+        pending = {claim.name for claim in self.seen.claims if claim.node is None}
+        return {each.claim for each in self.workloads if each.claim in pending and self.is_stuck(each)}
+
+    def avoided(self, workload: Workload) -> str:
+        """Return where it is not to be placed now, "" for nowhere."""
+        return workload.avoids if self.now - workload.since < self.policy.avoid_s else ""
 
     def claim(self, workload: Workload) -> Claim | None:
         """Return the claim that it has a seat at, None where it has none or that is gone."""

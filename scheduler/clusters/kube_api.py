@@ -42,6 +42,10 @@ class Missing(ApiError):
     """There is no such object."""
 
 
+class Forbidden(ApiError):
+    """Our account may not do it."""
+
+
 class Expired(ApiError):
     """A watch asks for changes that the server has forgotten; list anew."""
 
@@ -65,6 +69,10 @@ class Kind:
 WORKLOADS = Kind(group="openrl.io", version="v1alpha1", plural="workloads", name="Workload")
 LEDGERS = Kind(group="openrl.io", version="v1alpha1", plural="claimledgers", name="ClaimLedger")
 CLAIMS = Kind(group="resource.k8s.io", version="v1", plural="resourceclaims", name="ResourceClaim")
+ALL_CLAIMS = Kind(
+    group="resource.k8s.io", version="v1", plural="resourceclaims", name="ResourceClaim", namespaced=False
+)
+"""The claims of every namespace, to list alone."""
 SLICES = Kind(group="resource.k8s.io", version="v1", plural="resourceslices", name="ResourceSlice", namespaced=False)
 PODS = Kind(group="", version="v1", plural="pods", name="Pod")
 NODES = Kind(group="", version="v1", plural="nodes", name="Node", namespaced=False)
@@ -238,7 +246,7 @@ class KubeApi:
 
 
 def _error(status: int, message: str) -> ApiError:
-    kinds: dict[int, type[ApiError]] = {404: Missing, 409: Conflict, 410: Expired}
+    kinds: dict[int, type[ApiError]] = {403: Forbidden, 404: Missing, 409: Conflict, 410: Expired}
     return kinds.get(status, ApiError)(f"{status} {message}")
 
 

@@ -132,7 +132,7 @@ def workload_value(obj: Obj) -> Workload:
         kind=spec["role"],
         base=spec["modelId"],
         slug=spec["pool"],
-        since=float(notes[f"{PREFIX}since"]),
+        since=float(status.get("since", notes[f"{PREFIX}since"])),
         generation=status.get("incarnation", 0),
         claim=status.get("claimName") or None,
         need=need,
@@ -140,6 +140,7 @@ def workload_value(obj: Obj) -> Workload:
         version=status.get("version", notes.get(f"{PREFIX}version", "")),
         phase=status.get("phase", "Pending"),
         reason=status.get("message", ""),
+        avoids=status.get("avoids", ""),
     )
 
 
@@ -152,6 +153,8 @@ def with_status(obj: Obj, workload: Workload, **more: Any) -> Obj:
         "incarnation": workload.generation,
         "placements": workload.placed,
         "version": workload.version,
+        "since": workload.since,
+        "avoids": workload.avoids,
         "message": workload.reason[:4096],
         "observedGeneration": obj["metadata"].get("generation", 0),
         **more,
@@ -305,15 +308,35 @@ def process_value(pod: Obj) -> Process:
         leaving="deletionTimestamp" in pod["metadata"],
         unschedulable=why_unschedulable(pod) != "",
         version=notes.get(f"{PREFIX}version", ""),
+        unschedulable_since=_unschedulable_since(pod),
+        started=_started(pod),
     )
 
 
 def why_unschedulable(pod: Obj) -> str:
     """Return why no node takes a pod; "" where one does, or nobody has looked."""
-    for condition in pod.get("status", {}).get("conditions", ()):
-        if condition["type"] == "PodScheduled" and condition.get("reason") == "Unschedulable":
-            return str(condition.get("message") or "no node has room for it")
-    return ""
+    condition = _unschedulable(pod)
+    return "" if condition is None else str(condition.get("message") or "no node has room for it")
+
+
+def _unschedulable(pod: Obj) -> Obj | None:
+    conditions: list[Obj] = pod.get("status", {}).get("conditions") or []
+    found = (each for each in conditions if each["type"] == "PodScheduled" and each.get("reason") == "Unschedulable")
+    return next(found, None)
+
+
+def _unschedulable_since(pod: Obj) -> float:
+    """Return since when no node takes a pod, 0 where one does or nobody says."""
+    stamp = (_unschedulable(pod) or {}).get("lastTransitionTime")
+    return seconds(stamp) if stamp else 0.0
+
+
+def _started(pod: Obj) -> float:
+    """Return when a pod's worker started to run, 0 where it doesn't."""
+    for each in pod.get("status", {}).get("containerStatuses") or ():
+        if each["name"] == CONTAINER and (stamp := each.get("state", {}).get("running", {}).get("startedAt")):
+            return seconds(stamp)
+    return 0.0
 
 
 def assignment_of(pod: Obj) -> str:

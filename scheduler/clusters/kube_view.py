@@ -13,7 +13,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from openrl.scheduler.clusters import kube_objects as objects
-from openrl.scheduler.clusters.kube_api import CLAIMS, LEDGERS, NODES, PODS, SLICES, WORKLOADS, KubeApi, Obj
+from openrl.scheduler.clusters.kube_api import (
+    ALL_CLAIMS,
+    CLAIMS,
+    LEDGERS,
+    NODES,
+    PODS,
+    SLICES,
+    WORKLOADS,
+    Forbidden,
+    KubeApi,
+    Obj,
+)
 from openrl.scheduler.clusters.kube_objects import MANAGED, PREFIX
 from openrl.scheduler.clusters.kube_settings import KubeSettings
 from openrl.scheduler.resources import KINDS, Claim, Device, Node, Process, Seat, Seen, Workload
@@ -34,12 +45,15 @@ class View:
     workloads: dict[str, Obj]
     values: dict[str, Workload]
     settings: KubeSettings
+    others: tuple[Obj, ...] = ()
+    """Claims that aren't ours, of any namespace, as far as we may see them."""
 
     @classmethod
     def take(cls, api: KubeApi, settings: KubeSettings) -> View:
         """List everything, in the order that the protocol asks for. Raises ApiError."""
         nodes = _by_name(api.list(NODES, labels=f"{PREFIX}enabled=true")[0])
         slices = api.list(SLICES)[0] if settings.device_class else []
+        others = _others(api) if settings.device_class else ()
         claims = _by_name(api.list(CLAIMS, labels=MANAGED)[0]) if settings.device_class else {}
         ledgers = _by_name(api.list(LEDGERS)[0]) if settings.device_class else {}
         pods = _by_name(api.list(PODS, labels=MANAGED)[0])
@@ -51,7 +65,7 @@ class View:
             except (ValueError, KeyError):
                 continue  # somebody else's: neither counted nor touched
         ours = {name: workloads[name] for name in values}
-        return cls(nodes, slices, claims, ledgers, pods, ours, values, settings)
+        return cls(nodes, slices, claims, ledgers, pods, ours, values, settings, others)
 
     @cached_property
     def seen(self) -> Seen:
@@ -94,6 +108,11 @@ class View:
     def devices(self) -> tuple[Device, ...]:
         """The accelerators of nodes that opt in, as complete pools of the driver's newest slices tell."""
         holders = {
+            (result["pool"], result["device"]): f"{claim['metadata']['namespace']}/{claim['metadata']['name']}"
+            for claim in self.others
+            for result in _results(claim)
+        }
+        holders |= {
             (result["pool"], result["device"]): name
             for name, claim in sorted(self.claims.items())
             for result in _results(claim)
@@ -179,7 +198,8 @@ class View:
             name=name,
             host_bytes=objects.size(status.get("allocatable", {}).get("memory", 0)),
             kinds=frozenset(kind for kind in KINDS if labels.get(f"{PREFIX}{kind}") == "true"),
-            ready=is_ready and not node.get("spec", {}).get("unschedulable") and not self.is_gone(name),
+            ready=is_ready and not self.is_gone(name),
+            takes_new=not node.get("spec", {}).get("unschedulable"),
         )
 
     def _claim(self, name: str) -> Claim:
@@ -221,6 +241,19 @@ class View:
             if len(whole) == whole[0]["spec"]["pool"]["resourceSliceCount"]:
                 result += whole
         return result
+
+
+def _others(api: KubeApi) -> tuple[Obj, ...]:
+    """Return the claims of all namespaces that aren't ours; none where we may not list them."""
+    try:
+        found = api.list(ALL_CLAIMS)[0]
+    except Forbidden:
+        return ()
+    return tuple(claim for claim in found if claim["metadata"]["namespace"] != api.namespace or not _is_ours(claim))
+
+
+def _is_ours(obj: Obj) -> bool:
+    return (obj["metadata"].get("labels") or {}).get(f"{PREFIX}managed") == "true"
 
 
 def _by_name(items: list[Obj]) -> dict[str, Obj]:

@@ -110,7 +110,7 @@ class KubernetesCluster:
             case "release":
                 obj = self._as_seen(view, action)
                 # The claim stays written down until the seat is free.
-                phased = replace(_workload(action), phase="Stopping", reason=action.reason)
+                phased = replace(_after(action), claim=_workload(action).claim, phase="Stopping", reason=action.reason)
                 self._write(obj, phased)
             case "wake" | "replace" | "note":
                 self._write(self._as_seen(view, action), replace(_after(action), reason=action.reason))

@@ -40,21 +40,21 @@ DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
 class LocalCluster:
     """The wanted processes of one machine.
 
-    `accelerators`: how many it has. `device_bytes`: the memory of each, 0 where that isn't known.
+    `accelerators`: how many it has. `device_bytes`: the memory of each, 0 or missing where that isn't known.
     """
 
-    def __init__(self, store: Store, *, accelerators: int = 0, device_bytes: int = 0) -> None:
+    def __init__(self, store: Store, *, accelerators: int = 0, device_bytes: Sequence[int] = ()) -> None:
         self._store = store
         self._accelerators = accelerators
-        self._device_bytes = device_bytes
+        self._device_bytes = [*device_bytes, *[0] * accelerators][:accelerators]
         self._apply = store.script("workloads")
 
     @classmethod
     def as_watched(cls, store: Store) -> Self:
         """Return the machine as its scheduler takes it to be."""
         with translated():
-            said = store.redis.get(WATCHED) or b"0 0"
-        accelerators, device_bytes = (int(number) for number in said.split())
+            said = store.redis.get(WATCHED) or b"0"
+        accelerators, *device_bytes = (int(number) for number in said.split())
         return cls(store, accelerators=accelerators, device_bytes=device_bytes)
 
     def observe(self) -> Seen:
@@ -106,12 +106,12 @@ class LocalCluster:
             Claim(
                 name=name,
                 node=NODE,
-                device_bytes=self._device_bytes,
+                device_bytes=size,
                 seats=tuple(seats[name]),
                 fixed=True,
                 revision=counts.get(name, "0"),
             )
-            for name in map(claim_name, range(self._accelerators))
+            for name, size in zip(map(claim_name, range(self._accelerators)), self._device_bytes, strict=True)
         )
 
     def clear(self) -> None:
@@ -138,7 +138,7 @@ class LocalCluster:
     def set_watched(self) -> None:
         """Note that a scheduler works."""
         with translated():
-            self._store.redis.set(WATCHED, f"{self._accelerators} {self._device_bytes}")
+            self._store.redis.set(WATCHED, " ".join(map(str, (self._accelerators, *self._device_bytes))))
 
     def is_watched(self) -> bool:
         """Tell whether a scheduler has worked since `clear`."""
@@ -175,14 +175,28 @@ def devices() -> tuple[str, ...]:
     return tuple(str(index) for index in range(_count()))
 
 
-def device_bytes() -> int:
-    """Return the memory of the smallest CUDA device of this machine, 0 where the driver's tool doesn't say."""
-    if program := shutil.which("nvidia-smi"):
-        command = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+def device_bytes(names: Sequence[str]) -> tuple[int, ...]:
+    """Return the memory of CUDA devices that are named as in CUDA_VISIBLE_DEVICES: by index or uuid, or its beginning.
+
+    0 for each of which the driver's tool doesn't say it, as for a part of a device (MIG).
+    """
+    known: dict[str, int] = {}
+    if names and (program := shutil.which("nvidia-smi")):
+        command = [program, "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits"]
         listing = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        sizes = [int(line) << 20 for line in listing.stdout.split() if line.isdecimal()]
-        return min(sizes, default=0) if listing.returncode == 0 else 0
-    return 0
+        for line in listing.stdout.splitlines() if listing.returncode == 0 else ():
+            index, uuid, size = (*(field.strip() for field in line.split(",")), "", "")[:3]
+            if size.isdecimal():
+                known[index] = known[uuid] = int(size) << 20
+    return tuple(_size_of(name, known) for name in names)
+
+
+def _size_of(name: str, known: Mapping[str, int]) -> int:
+    """Return the size of a device, where exactly one is meant."""
+    if name.isdecimal():
+        return known.get(name, 0)
+    found = [size for uuid, size in known.items() if name and uuid.startswith(name)]
+    return found[0] if len(found) == 1 else 0
 
 
 def _count() -> int:

@@ -23,6 +23,7 @@ class _Pod:
     state: Literal["pending", "starting", "running", "leaving"] = "pending"
     due: float = 0.0
     version: str = ""
+    since: float = 0.0
 
 
 @dataclass(slots=True)
@@ -205,6 +206,8 @@ class SimulatedCluster:
             leaving=pod.state == "leaving",
             unschedulable=waits,
             version=pod.version,
+            unschedulable_since=pod.since,
+            started=pod.since,
         )
 
     def _end(self, pod: _Pod) -> None:
@@ -247,7 +250,7 @@ class SimulatedCluster:
             pod = self.pods.get(workload.name)
             if pod is None:
                 self.pods[workload.name] = _Pod(
-                    workload.name, workload.claim, workload.generation, version=workload.version
+                    workload.name, workload.claim, workload.generation, version=workload.version, since=self.now
                 )
             elif pod.state == "pending" and (claim := self.claims.get(pod.claim)) and claim.claim.node is not None:
                 if claim.claim.node in self.nodes:

@@ -170,7 +170,11 @@ def test_the_scheduler_alone_may_write_and_may_not_decide_who_gets_a_device():
         if each["kind"] in ("RoleBinding", "ClusterRoleBinding")
         for subject in each["subjects"]
     }
-    assert bound == {("openrl-scheduler", "openrl-scheduler"), ("openrl-install", "openrl-install")}
+    assert bound == {
+        ("openrl-scheduler", "openrl-scheduler"),
+        ("openrl-scheduler", "openrl:openrl-scheduler"),
+        ("openrl-install", "openrl-install"),
+    }
     rules = [rule for role in roles.values() for rule in role["rules"]]
     assert not any(
         "*" in value for rule in rules for part in ("apiGroups", "resources", "verbs") for value in rule[part]
@@ -224,6 +228,7 @@ def test_every_setting_is_explained():
         ({"pools": {"graceS": 30}}, "graceS"),
         ({"settings": {"OPENRL_REDIS_URL": "redis://"}}, "OPENRL_REDIS_URL"),
         ({"settings": {"LEASE": 3}}, "LEASE"),
+        ({"pools": {"env": {"OPENRL_STRATEGY": "binpack"}}}, "OPENRL_STRATEGY"),
         ({"redis": {"enabled": False}}, "externalRedis.secret"),
         ({"ingress": {"enabled": True, "host": "openrl.example"}}, "ingress.tlsSecret"),
         ({"snapshotAgent": {"enabled": True}}, "snapshotAgent.image"),
@@ -246,3 +251,78 @@ def test_a_changed_template_rolls_the_scheduler_and_a_changed_job_has_another_na
 
     assert annotation("kueue") != annotation("") == annotation("single-node")
     assert job("external-redis") != job("") == job("gke")
+
+
+def environments(found: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return what each container is told, by pod and container."""
+    return {
+        f"{name}/{container['name']}": container.get("env", [])
+        for name, spec in pod_specs(found).items()
+        for container in (*spec["containers"], *spec.get("initContainers", ()))
+    }
+
+
+def rendered(values: dict[str, Any], namespace: str = "openrl") -> list[dict[str, Any]]:
+    texts = manifests.rendered(values, namespace=namespace)
+    return [document for text in texts.values() for document in yaml.safe_load_all(text) if document]
+
+
+def test_whoever_sizes_and_seats_workers_is_told_the_settings_that_they_are():
+    """`openrl prepare`, the scheduler and the worker; what else a worker is told is its own."""
+    ours = {"OPENRL_SAMPLER_ENGINE": "vllm", "OPENRL_TRAINER_TOKEN_BUDGET": "4096", "OPENRL_SAMPLER_KV_TOKENS": "32768"}
+    values = {
+        "settings": {"OPENRL_SAMPLER_KV_TOKENS": 16384, "OPENRL_LEASE_S": 60},
+        "pools": {"env": {**ours, "NCCL_DEBUG": "INFO"}},
+    }
+    for where, variables in environments(rendered(values)).items():
+        told = {each["name"]: each.get("value") for each in variables}
+        assert len(told) == len(variables), f"{where} is told one twice, which an API server refuses"
+        knows = where in ("openrl-scheduler/scheduler", "openrl-scheduler/prepare", "worker/worker")
+        assert (ours.items() <= told.items()) is knows, where
+        assert told.get("NCCL_DEBUG") == ("INFO" if where == "worker/worker" else None), where
+        assert told.get("OPENRL_LEASE_S") == ("60" if "OPENRL_DATA_DIR" in told else None), where
+
+
+def test_what_the_chart_says_itself_can_not_be_said_otherwise_beside_it():
+    for variables in environments(rendered({**VARIANTS["kueue"], **VARIANTS["public"]})).values():
+        for name in (each["name"] for each in variables if each["name"].startswith("OPENRL_")):
+            if name not in VARIANTS["public"].get("settings", {}):
+                for values in ({"settings": {name: "1"}}, {"pools": {"env": {name: "1"}}}):
+                    with pytest.raises(HelmError, match=name):
+                        manifests.rendered(values)
+
+
+def test_two_installations_in_one_cluster_have_no_object_in_common():
+    def names(found: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
+        return {(each["kind"], each["metadata"].get("namespace", ""), each["metadata"]["name"]) for each in found}
+
+    one = names(rendered({}))
+    for values in ({"deviceClass": {"name": "openrl-gpu-b"}}, {"deviceClass": {"create": False}}):
+        assert one & names(rendered(values, "openrl-b")) == set()
+    assert ("DeviceClass", "", "openrl-gpu") in one & names(rendered({}, "openrl-b")), "so it is to be named"
+    bindings = [each for each in rendered({}, "openrl-b") if each["kind"] == "ClusterRoleBinding"]
+    roles = [each["metadata"]["name"] for each in rendered({}, "openrl-b") if each["kind"] == "ClusterRole"]
+    assert [each["roleRef"]["name"] for each in bindings] == roles
+    assert [each["subjects"][0]["namespace"] for each in bindings] == ["openrl-b"]
+
+
+def test_two_schedulers_of_different_versions_never_run_side_by_side():
+    assert named(objects())["Deployment", "openrl-scheduler"]["spec"]["strategy"] == {"type": "Recreate"}
+
+
+def test_the_pod_that_restores_the_store_may_run_and_mounts_the_stores_own_volume():
+    text = (ROOT / "docs" / "install.md").read_text()
+    [block] = [each.partition("```")[0] for each in text.split("```yaml\n")[1:]]
+    pod = yaml.safe_load(block)
+    validate([pod], OLDEST)
+    store = named(objects())["StatefulSet", "openrl-redis"]["spec"]
+    [claim] = [each["metadata"]["name"] for each in store["volumeClaimTemplates"]]
+    [volume] = pod["spec"]["volumes"]
+    assert volume["persistentVolumeClaim"]["claimName"] == f"{claim}-openrl-redis-0"
+    [container], [theirs] = pod["spec"]["containers"], store["template"]["spec"]["containers"]
+    assert container["image"] == theirs["image"]
+    assert container["securityContext"] == theirs["securityContext"]
+    assert pod["spec"]["securityContext"] == store["template"]["spec"]["securityContext"]
+    [mount] = container["volumeMounts"]
+    assert {"name": claim, "mountPath": mount["mountPath"]} in theirs["volumeMounts"]
+    assert f"tar -C {mount['mountPath']} -xf - < store.tar" in text

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +15,20 @@ import yaml
 
 from openrl.scheduler.clusters import kube_objects
 from openrl.scheduler.clusters.kube_settings import KubeSettings
-from openrl.scheduler.resources import Need, Workload
+from openrl.scheduler.needs import Budget, Needs
+from openrl.scheduler.resources import Need, Pool, Workload
 from openrl.scheduler.settings import SchedulerSettings
+from openrl.tasks import assignment
+from openrl.tasks.registry import BaseModel
 from tests.install.definitions import definitions
 from tests.install.manifests import CHART, manifests
 
 VARIANTS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((CHART / "variants").glob("*.yaml"))}
 
 
-def told(variant: str, directory: Path) -> dict[str, str]:
-    """Return the environment of the scheduler under a variant of the chart, its template written into `directory`."""
-    documents = list(yaml.safe_load_all(manifests.rendered(VARIANTS[variant])["scheduler"]))
+def told(values: dict[str, Any], directory: Path) -> dict[str, str]:
+    """Return the environment of the scheduler under values of the chart, its template written into `directory`."""
+    documents = list(yaml.safe_load_all(manifests.rendered(values)["scheduler"]))
     [template] = [each for each in documents if each["kind"] == "ConfigMap"]
     [deployment] = [each for each in documents if each["kind"] == "Deployment"]
     (directory / "template.yaml").write_text(template["data"]["template.yaml"])
@@ -51,7 +57,7 @@ def pod(settings: KubeSettings, *, exclusive: bool = False) -> dict[str, Any]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_scheduler_understands_what_the_chart_tells_it(variant: str, tmp_path: Path):
-    env = told(variant, tmp_path)
+    env = told(VARIANTS[variant], tmp_path)
     settings, driver = SchedulerSettings.from_env(env), KubeSettings.from_env(env)
     assert settings.cluster == "kubernetes"
     assert driver.device_driver == ("gpu.example.com" if variant == "kind" else "gpu.nvidia.com")
@@ -62,7 +68,7 @@ def test_the_scheduler_understands_what_the_chart_tells_it(variant: str, tmp_pat
 
 
 def test_a_workers_pod_is_valid_restricted_and_alone_in_what_it_is_told(tmp_path: Path):
-    made = pod(KubeSettings.from_env(told("public", tmp_path)))
+    made = pod(KubeSettings.from_env(told(VARIANTS["public"], tmp_path)))
     kubernetes_validate.validate(made, "1.34", strict=True)
     spec = made["spec"]
     assert (spec["serviceAccountName"], spec["automountServiceAccountToken"]) == ("openrl-worker", False)
@@ -77,8 +83,38 @@ def test_a_workers_pod_is_valid_restricted_and_alone_in_what_it_is_told(tmp_path
     assert len(json.dumps(made)) < 20_000
 
 
+def test_where_samplers_run_vllm_the_scheduler_gives_each_its_device_alone(tmp_path: Path):
+    pool = Pool(slug="m", kind="sampler", base="m")
+    model = BaseModel(
+        name="m", slug="m", path="/nowhere", vocab_size=260, max_context=512, arch="llama", tokenizer_id="m",
+        hidden_size=64, num_layers=2, tied_embeddings=True,
+    )  # fmt: skip
+    for values, alone in (({"pools": {"env": {"OPENRL_SAMPLER_ENGINE": "vllm"}}}, True), ({}, False)):
+        env = told(values, tmp_path)
+        need = Needs(Budget.from_env(env)).of([pool], [model], {})[pool]
+        assert need.exclusive is alone
+        [worker] = pod(KubeSettings.from_env(env), exclusive=need.exclusive)["spec"]["containers"]
+        assert ("OPENRL_ACCELERATOR" in {each["name"] for each in worker["env"]}) is not alone
+
+
+def test_a_probe_looks_at_the_file_that_the_worker_touches_and_not_where_an_agent_stops_workers(tmp_path: Path):
+    [worker] = pod(KubeSettings.from_env(told({}, tmp_path)))["spec"]["containers"]
+    [file] = [each["value"] for each in worker["env"] if each["name"] == assignment.ALIVE]
+    assert worker["startupProbe"]["exec"]["command"] == ["test", "-e", file]
+    probe = worker["livenessProbe"]["exec"]["command"]
+    mine = tmp_path / "alive"
+    command = [word.replace(file, str(mine)) for word in probe]
+    for touched_s_ago, status in ((None, 1), (0, 0), (60, 0), (600, 1)):
+        if touched_s_ago is not None:
+            mine.touch()
+            os.utime(mine, (time.time() - touched_s_ago,) * 2)
+        assert subprocess.run(command, stderr=subprocess.DEVNULL).returncode == status
+    [stopped] = pod(KubeSettings.from_env(told(VARIANTS["own-secrets"], tmp_path)))["spec"]["containers"]
+    assert "livenessProbe" not in stopped
+
+
 def test_kueue_admits_exclusive_workers_and_hears_of_no_others(tmp_path: Path):
-    settings = KubeSettings.from_env(told("kueue", tmp_path))
+    settings = KubeSettings.from_env(told(VARIANTS["kueue"], tmp_path))
     queue = "kueue.x-k8s.io/queue-name"
     assert pod(settings, exclusive=True)["metadata"]["labels"][queue] == "research"
     assert queue not in pod(settings)["metadata"]["labels"]

@@ -102,6 +102,30 @@ class Machines:
         self.settle_claims()
         self.collect()
 
+    def hold_device(self, node: str, device: str, *, namespace: str) -> None:
+        """Let a claim of another namespace have a device."""
+        self._create("namespaces", "", {"metadata": {"name": namespace}})
+        request = {
+            "name": "gpu",
+            "exactly": {"deviceClassName": "openrl-gpu", "allocationMode": "ExactCount", "count": 1},
+        }
+        body = {"metadata": {"name": "theirs"}, "spec": {"devices": {"requests": [request]}}}
+        self._create("resourceclaims", namespace, body)
+        result = {"request": "gpu", "driver": DRIVER, "pool": node, "device": device}
+        term = {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [node]}]}
+        allocation = {"devices": {"results": [result]}, "nodeSelector": {"nodeSelectorTerms": [term]}}
+        self._write(
+            self.objects.get(self._kind("resourceclaims"), namespace, "theirs"), status={"allocation": allocation}
+        )
+
+    def cordon(self, name: str) -> None:
+        """Let no more pods come to a node, as `kubectl cordon` does."""
+        self._merge("nodes", "", name, {"spec": {"unschedulable": True}})
+
+    def shrink_node(self, name: str, memory: str) -> None:
+        """Let others take so much of a node's memory that this is left for us, without a word in its books."""
+        self._status("nodes", "", name, {"allocatable": {"memory": memory, "cpu": "64"}})
+
     def lose_node(self, name: str) -> None:
         """The node stops answering: its pods are told to go after a while, and don't."""
         self.silent.add(name)
@@ -201,6 +225,8 @@ class Machines:
         """The claim controller: who has left is struck off; the last one deallocates; protection ends with the use."""
         pods = {pod["metadata"]["uid"]: pod for pod in self.objects.all("pods")}
         for claim in self.objects.all("resourceclaims"):
+            if claim["metadata"]["namespace"] != NAMESPACE:
+                continue  # whose pods aren't here
             status = claim.get("status", {})
             reserved = status.get("reservedFor", [])
             users = [each for each in reserved if each["uid"] in pods and not _is_over(pods[each["uid"]])]

@@ -15,6 +15,7 @@ from openrl.scheduler.clusters.kube_view import View
 from openrl.scheduler.resources import Claim, Workload
 from openrl.tasks.assignment import Assignments
 from tests.kube.machines import Machines
+from tests.kube.server import Fault
 from tests.kube.world import GIB, SAMPLER, SETTINGS, TRAINER, World, full
 
 
@@ -177,6 +178,36 @@ def test_another_image_rolls_the_workers_one_after_the_other_in_their_seats(worl
     world.until(world.is_empty, seconds=10)
 
 
+def test_a_service_that_was_stopped_by_the_book_starts_where_it_was(world):
+    """docs/install.md, "Stop and start": no scheduler, pods deleted, a wait for containers; objects stay."""
+    world.ask(TRAINER)
+    world.ask(SAMPLER)
+    world.until(lambda: world.serves(TRAINER, SAMPLER))
+    seats, old = sorted(world.seats()), {pod["metadata"]["uid"] for pod in world.all("pods")}
+    kind = world.machines.objects.kinds["", "pods"]
+    for pod in world.all("pods"):
+        assert pod["metadata"]["labels"]["openrl.io/managed"] == "true"
+        world.machines.objects.delete(kind, "openrl", pod["metadata"]["name"], {})
+    for _ in range(600):  # `until`, with its field selectors
+        if not any(
+            pod["spec"].get("nodeName") and pod["status"]["phase"] not in ("Succeeded", "Failed")
+            for pod in world.all("pods")
+        ):
+            break
+        world.step()
+    assert world.machines.running() == {} and world.machines.containers == {}
+    world.step(3600)
+    assert {pod["metadata"]["uid"] for pod in world.all("pods")} == old, (
+        "so there is nothing to wait for but containers"
+    )
+    world.scheduler = world.new_scheduler()
+    world.until(lambda: world.serves(TRAINER, SAMPLER))
+    assert sorted(world.seats()) == seats
+    assert not old & {pod["metadata"]["uid"] for pod in world.all("pods")}
+    world.rest()
+    world.until(world.is_empty, seconds=10)
+
+
 def test_a_seat_asks_for_what_the_worker_needs_of_its_node(world):
     world.ask(TRAINER, device_bytes=30 * GIB, host_bytes=50 * GIB)
     world.until(lambda: world.serves(TRAINER))
@@ -219,3 +250,79 @@ def test_nobody_sits_where_others_sit_than_were_seen_or_where_the_claim_is_going
     api.delete(CLAIMS, api.get(CLAIMS, "c1"))
     with pytest.raises(Conflict, match="is going"):
         kube_ledger.sit(api, dataclasses.replace(one, name="trainer-c"), "u3", "c1", mates=frozenset())
+
+
+def ours(world: World) -> list[str]:
+    """Return the names of our own claims, also of those that are gone by now."""
+    return [each["metadata"]["name"] for each in world.all("resourceclaims") if each["metadata"]["name"] != "theirs"]
+
+
+def test_a_device_that_another_namespaces_claim_has_is_seen_to_be_taken(machines, store):
+    machines.add_node("n1", gpus=2)
+    machines.hold_device("n1", "gpu-0", namespace="other")
+    world = World(machines, store)
+    world.ask(TRAINER)
+    world.tick(times=6)
+    world.ask(SAMPLER)
+    world.tick(times=8)
+    assert len(world.machines.running()) == 2 and len(ours(world)) == 1, "at once, without a claim that stands"
+    world.close()
+
+
+def test_where_we_may_not_see_others_claims_a_worker_joins_elsewhere_once_its_claim_has_stood_for_a_while(
+    machines, store
+):
+    machines.add_node("n1", gpus=2)
+    machines.hold_device("n1", "gpu-0", namespace="other")
+    world = World(machines, store)
+
+    def forbidden(request):
+        # Our own are listed by their label.
+        lists_all = request.method == "GET" and not (request.name or request.query.get("labelSelector"))
+        return Fault("error", 403) if request.plural == "resourceclaims" and lists_all else None
+
+    with machines.server.failing(forbidden):
+        world.ask(TRAINER)
+        world.tick(times=6)
+        world.ask(SAMPLER)
+        world.tick(times=8)
+        assert len(ours(world)) == 2 and len(world.machines.running()) == 1, "its claim can't be allocated"
+        world.tick(times=60)
+    assert len(world.machines.running()) == 2
+    assert len({pod["metadata"]["labels"]["openrl.io/claim"] for pod in world.all("pods")}) == 1
+    world.close()
+
+
+def test_a_cordoned_node_keeps_its_worker_and_gets_no_other(world):
+    world.ask(TRAINER)
+    world.until(lambda: world.serves(TRAINER))
+    [pod] = world.all("pods")
+    world.machines.cordon("n1")
+    world.ask(SAMPLER)
+    world.tick(times=8)
+    world.machines.add_node("n2", gpus=1)
+    world.until(lambda: world.serves(TRAINER, SAMPLER))
+    nodes = {each["metadata"]["uid"]: each["spec"]["nodeName"] for each in world.all("pods")}
+    assert nodes.pop(pod["metadata"]["uid"]) == "n1" and set(nodes.values()) == {"n2"}
+
+
+def test_a_worker_whose_node_has_no_room_for_its_fresh_pod_goes_to_another_node(machines, store):
+    machines.add_node("n1", gpus=1)
+    world = World(machines, store)
+    world.ask(TRAINER)
+    world.ask(SAMPLER)
+    world.until(lambda: world.serves(TRAINER, SAMPLER))
+    assert len(ours(world)) == 1
+    machines.shrink_node("n1", "50Gi")
+    machines.add_node("n2", gpus=1)
+    [old] = [pod for pod in world.all("pods") if pod["metadata"]["name"].startswith("sampler")]
+    machines.evict(old["metadata"]["name"])
+    world.tick(times=10)
+    assert "sampler-tiny" not in {
+        pod["metadata"]["name"][:12] for pod in world.all("pods") if pod["spec"].get("nodeName")
+    }
+    world.until(lambda: world.serves(TRAINER, SAMPLER))
+    assert sorted(pod["spec"]["nodeName"] for pod in world.all("pods")) == ["n1", "n2"]
+    [moved] = [each for each in world.all("workloads") if each["metadata"]["name"] == "sampler-tiny"]
+    assert moved["status"]["avoids"] == "n1"
+    world.close()

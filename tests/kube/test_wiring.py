@@ -117,6 +117,22 @@ def test_a_running_worker_is_told_that_its_place_has_ended(store, monkeypatch):
     stop.set()
 
 
+def test_a_worker_with_a_place_touches_the_file_that_a_probe_looks_at_whatever_the_store_says(
+    store, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("openrl.tasks.assignment.ASK_S", 0.01)
+    alive = tmp_path / "alive"
+    mine = Assignment.of(store, {"OPENRL_ASSIGNMENT_ID": "a", "OPENRL_ALIVE_FILE": str(alive)})
+    assert not mine.wait(patience_s=0) and alive.exists(), "while it waits, too"
+    os.utime(alive, (0, 0))
+    stop = mine.watch(lambda: None)
+    until(lambda: alive.stat().st_mtime > 0)
+    stop.set()
+    nowhere = {"OPENRL_ASSIGNMENT_ID": "a", "OPENRL_ALIVE_FILE": str(tmp_path / "none" / "alive")}
+    Assignments(store).begin(["a"])
+    assert Assignment.of(store, nowhere).wait(patience_s=0), "a file that can't be touched ends nobody"
+
+
 def test_a_watch_pokes_resumes_and_survives_a_broken_server_and_a_forgotten_log(machines, api):
     pokes = threading.Semaphore(0)
     watcher = Watcher(api, pokes.release, kinds=(LEDGERS,), timeout_s=1, retry_s=0.01)

@@ -247,3 +247,12 @@ def test_nobody_hangs_because_the_store_or_the_machine_stood_still():
 def test_what_is_let_go_is_not_replaced():
     idle = {TRAINER: Demand(), SAMPLER: Demand()}
     assert verbs(hung(demand=idle)) == [("stop", "trainer-tiny")]
+
+
+def test_a_pod_that_lost_its_lease_long_ago_is_replaced_and_one_that_has_given_no_sign_yet_is_not():
+    pod = Process(generation=0, started=NOW - 2000)
+    [action] = decide(hung(process=pod)).actions
+    assert action.reason == "its pod runs and has not renewed its lease for 1000 s: it hangs"
+    assert verbs(hung(process=replace(pod, started=NOW - 500))) == [], "the sign is that of the pod before"
+    assert verbs(hung(process=replace(pod, phase="pending"))) == []
+    assert verbs(hung(process=replace(pod, leaving=True))) == []

@@ -6,7 +6,7 @@ What only Kubernetes can do to a scheduler is in `tests/kube`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from openrl.scheduler.clusters.kubernetes import KubernetesCluster
 from openrl.scheduler.clusters.local import LocalCluster
 from openrl.scheduler.clusters.simulated import SimulatedCluster
 from openrl.scheduler.decide import decide
-from openrl.scheduler.resources import Cluster, Decision, Demand, Need, Policy, Pool, Snapshot, Worker
+from openrl.scheduler.resources import Cluster, Decision, Demand, Need, Policy, Pool, Process, Sign, Snapshot, Worker
 from openrl.scheduler.trace import Latencies, Machines
 from openrl.tasks import keys
 from openrl.tasks.assignment import Assignments
@@ -37,6 +37,7 @@ class World:
     policy: Policy = field(default_factory=lambda: Policy(idle_timeout_s=60, drop_s=1, most_seats=2, most_pending=0))
     now: float = 1000.0
     machines: Emulated | None = None
+    signs: dict[str, Sign] = field(default_factory=dict)
 
     def tick(self, asked: dict[Pool, int], *, cluster: Cluster | None = None) -> Decision:
         self.now += 1
@@ -59,7 +60,8 @@ class World:
         ]  # fmt: skip
         demand = {pool: Demand(depth=asked.get(pool, 0), oldest_s=1.0) for pool in pools}
         needs = {pool: Need(owner="ann" if pool.is_full else "") for pool in pools}
-        return Snapshot(now=self.now, demand=demand, seen=seen, needs=needs, workers=tuple(workers), policy=self.policy)
+        return Snapshot(now=self.now, demand=demand, seen=seen, needs=needs, workers=tuple(workers), policy=self.policy,
+                        signs=self.signs)  # fmt: skip
 
     def settle(self, asked: dict[Pool, int], *, ticks: int = 5) -> None:
         for _ in range(ticks):
@@ -140,3 +142,28 @@ def test_it_comes_to_rest(world):
     asked = {TRAINER: 1, SAMPLER: 3, FULL[0]: 2, FULL[1]: 1}
     world.settle(asked, ticks=10)
     assert world.tick(asked).actions == ()
+
+
+def test_a_worker_that_hangs_is_replaced_in_its_seat_on_every_driver(world):
+    world.settle({TRAINER: 1})
+    name, place = TRAINER.workload_name, world.places()
+    if isinstance(world.cluster, LocalCluster):
+        world.cluster.report({name: Process(pid=7, generation=0)})
+    world.signs = {name: Sign(pid=7, at=world.now)}
+    world.settle({TRAINER: 1}, ticks=3)
+    assert [each.generation for each in world.cluster.observe().workloads] == [0], "it may yet renew its lease"
+    world.now += 400
+    if world.machines:
+        world.machines.clock_s += 400
+    assert [(each.verb, each.name) for each in world.tick({TRAINER: 1}).actions] == [("replace", name)]
+    assert [each.generation for each in world.cluster.observe().workloads] == [1] and world.places() == place
+
+
+def test_who_was_replaced_counts_its_idle_time_anew_on_every_driver(world):
+    world.settle({TRAINER: 1})
+    [before] = world.cluster.observe().workloads
+    world.policy = replace(world.policy, version="next")
+    world.settle({TRAINER: 1}, ticks=30)
+    [after] = world.cluster.observe().workloads
+    assert after.generation == 1 and after.version == "next"
+    assert after.since > before.since

@@ -85,4 +85,7 @@ def test_a_base_model_says_which_adapters_its_samplers_serve():
     assert (found.sampler_rank, found.sampler_head) == (32, True)
     [found] = engines.as_served([replace(MODEL, vocab_size=MOST_VLLM_HEAD + 1)], vllm, environ)
     assert (found.sampler_rank, found.sampler_head) == (32, False)
-    assert engines.as_served([MODEL], torch, environ) == [MODEL]
+    qwen = replace(MODEL, arch="qwen2")
+    [found] = engines.as_served([qwen], vllm, environ)
+    assert not found.sampler_head, "vLLM's class for it takes no adapters there"
+    assert engines.as_served([MODEL, qwen], torch, environ) == [MODEL, qwen]

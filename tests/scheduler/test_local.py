@@ -129,3 +129,18 @@ def test_what_runs_is_what_was_reported_last_and_nothing_after_a_start(cluster):
     assert cluster.processes() == {"b": Process(pid=2, generation=3)}
     cluster.clear()
     assert cluster.processes() == {}
+
+
+def test_each_device_has_its_own_size_by_index_uuid_or_its_beginning(monkeypatch, tmp_path, store):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho '0, GPU-aa1, 24564'\necho '1, GPU-ab2, 81559'\necho '2, GPU-ac3, [N/A]'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    small, large = 24564 << 20, 81559 << 20
+    assert local.device_bytes(["1", "GPU-aa1", "GPU-ab", "GPU-a", "2", "7", "MIG-x"]) == (
+        large, small, large, 0, 0, 0, 0,
+    )  # fmt: skip
+    machine = LocalCluster(store, accelerators=2, device_bytes=local.device_bytes(["1"]))
+    machine.set_watched()
+    for each in (machine, LocalCluster.as_watched(store)):
+        assert [claim.device_bytes for claim in each.observe().claims] == [large, 0]

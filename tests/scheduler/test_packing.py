@@ -26,7 +26,7 @@ def placed_gib(sizes: list[int]) -> int:
         for n, size in enumerate(sizes)
     }
     nodes = tuple(Node(name=f"n{n}", host_bytes=HOST_GIB * GIB) for n in range(NODES))
-    claims = tuple(Claim(name=f"{node.name}.{d}", node=node.name, device_bytes=24 * GIB, fixed=True)
+    claims = tuple(Claim(name=f"{node.name}.{d}", node=node.name, device_bytes=24 * GIB)
                    for node in nodes for d in range(DEVICES))  # fmt: skip
     seen = Seen(nodes=nodes, claims=claims, has_claims=True)
     demand = dict.fromkeys(needs, Demand(depth=1, oldest_s=1.0))

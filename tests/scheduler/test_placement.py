@@ -320,3 +320,97 @@ def test_names_of_claims_are_names_of_objects_whatever_the_slug():
     ]
     assert len(set(names)) == 4
     assert all(len(name) <= 63 and set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789.-") for name in names)
+
+
+def held_elsewhere(*, stuck_s: float) -> Snapshot:
+    """A worker before a claim, unschedulable for so long; devices that look free; an idle worker at another claim."""
+    stands, rests = seated(pool("a"), "new"), seated(pool("i"), "c")
+    pod = Process(generation=0, phase="pending", unschedulable=True, unschedulable_since=NOW - stuck_s)
+    return snapshot(
+        {pool("a"): need()}, workloads=[stands, rests], idle_pools=[pool("i")], workers=[idle(rests, 60)],
+        claims=[claim("new", stands, node=None, since=NOW - 100), claim("c", rests)],
+        devices=[Device(name=name, node="n0", device_bytes=SMALL) for name in "de"],
+        processes={stands.name: pod, rests.name: Process(generation=0)}, policy=replace(POLICY, most_seats=1),
+    )  # fmt: skip
+
+
+def test_a_claim_that_the_cluster_finds_no_device_for_is_not_matched_to_one_that_looks_free():
+    assert decide(held_elsewhere(stuck_s=5)).actions == (), "it may be allocated any moment"
+    decision = decide(held_elsewhere(stuck_s=60))
+    assert decision.waits == {"trainer-a": "new can't be allocated yet: no device is free for it"}
+    assert ("stop", "trainer-i") in [(action.verb, action.name) for action in decision.actions]
+    seen = replace(held_elsewhere(stuck_s=60), policy=replace(POLICY, most_seats=2))
+    [moved] = [action for action in decide(seen).actions if action.verb == "release"]
+    assert (moved.name, moved.reason) == ("trainer-a", "new isn't allocated, and c has room now")
+    rests = next(each for each in seen.seen.workloads if each.name == "trainer-i")
+    spreading = replace(POLICY, strategy="spread")
+    fields = {"idle_pools": [rests.pool], "workloads": [moved.after, rests], "claims": [claim("c", rests)],
+              "workers": [busy(rests)], "devices": seen.seen.devices, "policy": spreading}  # fmt: skip
+    assert said(snapshot({pool("a"): need()}, **fields)) == [("place", "trainer-a", "c")], "not to that device again"
+
+
+def test_a_worker_that_its_node_has_no_room_for_after_all_goes_to_another_and_not_back():
+    there = seated(pool("a"), "c")
+    pod = Process(generation=0, phase="pending", unschedulable=True, unschedulable_since=NOW - 60)
+    nodes = (Node(name="n0", host_bytes=100 * GIB), Node(name="n1", host_bytes=100 * GIB))
+    asked = {pool("a"): need()}
+    seen = snapshot(asked, workloads=[there], claims=[claim("c", there)], nodes=nodes, processes={there.name: pod})
+    moved = only(seen)
+    assert (moved.verb, moved.after.claim, moved.after.avoids) == ("release", None, "n0")
+    assert moved.reason == "node n0, where c lies, has no room for its pod"
+    young = replace(pod, unschedulable_since=NOW - 5)
+    assert decide(replace(seen, seen=replace(seen.seen, processes={there.name: young}))).actions == ()
+    claims = [claim("c", since=NOW), claim("d", node="n1", since=NOW)]
+    after = snapshot(asked, workloads=[moved.after], claims=claims, nodes=nodes)
+    assert said(after) == [("place", "trainer-a", "d")]
+    later = replace(moved.after, since=NOW - POLICY.avoid_s)
+    assert said(snapshot(asked, workloads=[later], claims=claims, nodes=nodes)) == [("place", "trainer-a", "c")]
+
+
+def test_a_cordoned_node_keeps_its_workers_and_takes_no_others():
+    there = seated(pool("a"), "c")
+    nodes = (Node(name="n0", host_bytes=100 * GIB, takes_new=False),)
+    asked = {pool("a"): need(), pool("b"): need()}
+    seen = snapshot(asked, workloads=[there], claims=[claim("c", there)], workers=[busy(there)], nodes=nodes,
+                    devices=[Device(name="d", node="n0", device_bytes=SMALL)])  # fmt: skip
+    assert said(seen) == [("claim", "trainer-b-c1", None), ("start", "trainer-b", "trainer-b-c1")]
+    [standing] = [action.after for action in decide(seen).actions if action.after]
+    assert standing.reason.endswith("trainer-b-c1, which has to be allocated"), "the device of that node isn't taken"
+
+
+def test_one_that_stands_before_a_claim_holds_up_no_upgrade():
+    old = seated(pool("a"), "c", version="v1")
+    stands = seated(pool("b"), "new", version="v2", takes=need(70))
+    pods = {old.name: Process(generation=0), stands.name: Process(generation=0, phase="pending", unschedulable=True)}
+    claims = [claim("c", old), claim("new", stands, node=None, size=LARGE)]
+    seen = snapshot({pool("a"): need(), pool("b"): need(70)}, workloads=[old, stands], claims=claims, processes=pods,
+                    workers=[busy(old)], policy=replace(POLICY, version="v2"))  # fmt: skip
+    assert [a.name for a in decide(seen).actions if a.verb == "replace"] == ["trainer-a"]
+    starting = pods | {stands.name: Process(generation=0, phase="pending")}
+    assert decide(replace(seen, seen=replace(seen.seen, processes=starting))).actions == (), "that one is on its way"
+
+
+def on_one_machine(asked: dict[Pool, Need], *workloads: Workload, devices: int = 1, host: int = 64) -> Snapshot:
+    claims = [claim(f"gpu-{n}", *(w for w in workloads if w.claim == f"gpu-{n}"), fixed=True) for n in range(devices)]
+    seen = snapshot(asked, workloads=workloads, claims=claims, workers=[busy(each) for each in workloads],
+                    nodes=(Node(name="n0", host_bytes=host * GIB),))  # fmt: skip
+    return replace(seen, seen=replace(seen.seen, can_claim=False))
+
+
+def test_on_one_machine_who_would_be_alone_starts_whatever_its_size_and_sizes_bind_who_shares():
+    huge, other = need(200, 900), need(10, 50)
+    assert said(on_one_machine({pool("a"): huge})) == [("start", "trainer-a", "gpu-0")]
+    for strategy in ("spread", "binpack"):
+        there = seated(pool("a"), "gpu-0", takes=huge)
+        asked = {pool("a"): huge, pool("b"): other}
+        seen = on_one_machine(asked, there, devices=2)
+        seen = replace(seen, policy=replace(POLICY, strategy=strategy))
+        assert said(seen) == [("start", "trainer-b", "gpu-1")]
+    assert said(on_one_machine(asked, there)) == [("start", "trainer-b", None)], "beside it there is no room"
+
+
+def test_on_one_machine_only_who_shares_an_accelerator_parks():
+    there = [seated(pool(name), f"gpu-{n}", takes=need(10, 60)) for n, name in enumerate("ab")]
+    asked = {each.pool: each.need for each in there} | {pool("c"): need(10, 4)}
+    assert said(on_one_machine(asked, *there, devices=2, host=64)) == [("start", "trainer-c", "gpu-0")], "60 and 4"
+    assert said(on_one_machine(asked, *there, devices=2, host=63)) == [("start", "trainer-c", None)]

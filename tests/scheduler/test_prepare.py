@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from openrl.scheduler import install_cli
 from openrl.scheduler.prepare import EPOCH, NotPrepared, prepare
 from openrl.tasks import keys
 from openrl.tasks.errors import OtherVersion, StoreUnavailable
@@ -16,6 +18,7 @@ from openrl.tasks.registry import BaseModel, Registry
 from openrl.tasks.settings import StoreSettings
 from openrl.tasks.store import Store
 from openrl.tasks.upgrade import check
+from tests.scheduler.test_models import write
 
 
 def model(name: str, digest: str = "d1") -> BaseModel:
@@ -76,3 +79,17 @@ def test_a_store_that_does_not_answer_is_named_by_its_setting(tmp_path: Path):
     with pytest.raises(StoreUnavailable, match="OPENRL_REDIS_URL"):
         prepare(nowhere, [], patience_s=0)
     assert not (tmp_path / "data").exists()
+
+
+def test_a_base_model_says_again_at_each_start_which_adapters_its_samplers_serve(
+    bare: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = write(tmp_path / "model")
+    monkeypatch.setenv("OPENRL_REDIS_URL", bare.settings.redis_url)
+    monkeypatch.setenv("OPENRL_DATA_DIR", str(bare.settings.data_dir))
+    for engine, rank in (("vllm", 32), ("vllm", 32), ("", 0)):
+        monkeypatch.setenv("OPENRL_SAMPLER_ENGINE", engine)
+        monkeypatch.setenv("OPENRL_SAMPLER_MAX_LORA_RANK", "32")
+        done = CliRunner().invoke(install_cli.prepare, ["--model", f"m={path}"])
+        assert done.exit_code == 0, done.output
+        assert [model.sampler_rank for model in Registry(bare).models()] == [rank]

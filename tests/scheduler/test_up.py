@@ -312,6 +312,15 @@ def test_a_command_without_a_running_service_says_so(command, tmp_path):
     assert "no service runs on" in result.stderr
 
 
+def test_celery_asks_the_service_that_the_environment_names_where_none_runs_on_the_directory(tmp_path):
+    """As in a pod, where no `openrl up` has written down where its service is."""
+    command = [sys.executable, "-m", "openrl.tasks.cli", "celery", "report"]
+    named = {"OPENRL_REDIS_URL": "redis://:secret@store.example:6380/0", "OPENRL_DATA_DIR": str(tmp_path / "data")}
+    done = subprocess.run(command, env=os.environ | named, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "broker_url: 'redis://:********@store.example:6380/0'" in done.stdout
+
+
 def test_env_prints_what_another_shell_needs(tmp_path):
     with datadir.hold(tmp_path):
         service = datadir.Service(

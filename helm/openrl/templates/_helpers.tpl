@@ -33,14 +33,27 @@ openrl-{{ .part }}:{{ .root.Values.image.tag | default .root.Chart.AppVersion }}
 {{ .Values.flower.secret | default (printf "%s-flower" .Release.Name) }}
 {{- end }}
 
-{{/* What every part is told. */}}
+{{/* What every part is told: `settings`, and over them what else is given by name. */}}
 {{- define "openrl.env" -}}
+{{- include "openrl.envWith" (dict "root" . "more" dict) }}
+{{- end }}
+
+{{/* What workers are told, and whoever has to know how they run: of `pools.env` our own settings. */}}
+{{- define "openrl.poolSettings" -}}
+{{- $ours := dict }}
+{{- range $name, $value := .Values.pools.env }}
+{{- if hasPrefix "OPENRL_" $name }}{{ $_ := set $ours $name $value }}{{ end }}
+{{- end }}
+{{- include "openrl.envWith" (dict "root" . "more" $ours) }}
+{{- end }}
+
+{{- define "openrl.envWith" -}}
 - {name: HOME, value: /tmp}
 - {name: OPENRL_DATA_DIR, value: /data/openrl}
 - name: OPENRL_REDIS_URL
   valueFrom:
-    secretKeyRef: {{ include "openrl.store" . }}
-{{- range $name, $value := .Values.settings }}
+    secretKeyRef: {{ include "openrl.store" .root }}
+{{- range $name, $value := merge (dict) .more .root.Values.settings }}
 - {name: {{ $name }}, value: {{ $value | quote }}}
 {{- end }}
 {{- end }}
