@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 from openrl.tasks.journal import SampleJob
 from openrl.tasks.messages import Sample
 from openrl.workers.sampler import vllm_runner
+from openrl.workers.sampler.adapter_places import AdapterPlaces
 from openrl.workers.sampler.full_weights import Version
 from openrl.workers.sampler.requests import Finished, Limits, read
 from openrl.workers.sampler.settings import SamplerSettings
@@ -196,7 +197,13 @@ class Measured:
         config = json.loads((self.path / "config.json").read_text())
         settings = replace(self.settings, slots=FULL_SLOTS)
         client = Client(vllm_runner.full_arguments(str(self.path), config, settings))
-        engine = VllmEngine(client, Versions(str, max_idle=0), tokenizer_of(str(self.path)), num_slots=FULL_SLOTS)
+        engine = VllmEngine(
+            client,
+            Versions(str, max_idle=0),
+            tokenizer_of(str(self.path)),
+            num_slots=FULL_SLOTS,
+            places=AdapterPlaces(1),
+        )
         limits = Limits(
             vocab_size=config["vocab_size"], max_context=config["max_position_embeddings"],
             cache_tokens=client.cache_tokens, eos_token_ids=(),

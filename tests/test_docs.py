@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from openrl.app.settings import AppSettings
+from openrl.scheduler.cli import up
 from openrl.tasks.settings import StoreSettings
 from openrl.workers.sampler.settings import SamplerSettings
 from openrl.workers.trainer.settings import TrainerSettings
@@ -57,6 +58,14 @@ def test_every_setting_is_in_the_table_with_its_default_and_nothing_else() -> No
     rows = re.findall(r"^\| `(OPENRL_\w+)` \| ([^|]*?) *\|", section, re.MULTILINE)
     assert dict(rows) == true
     assert len(rows) == len(true)
+
+
+def test_every_option_of_a_start_is_in_the_table() -> None:
+    section = PAGE.read_text().partition("\n## Start\n")[2].partition("\n## ")[0]
+    told = {
+        name for row in re.findall(r"^\| (`--[^|]*)\|", section, re.MULTILINE) for name in re.findall("--[a-z-]+", row)
+    }
+    assert told == {option for parameter in up.params for option in parameter.opts}
 
 
 def test_every_file_that_a_service_makes_is_in_the_table() -> None:

@@ -1,6 +1,8 @@
 """What only vLLM has: processes of its own, a cache of prompts, limits on adapters, and another reading of both."""
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,7 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from openrl.tasks.errors import InvalidRequest
+from openrl.workers.sampler import scoring
 from tests.contract.bases import Base
 from tests.contract.conftest import MAX_RANK, PROMPT, Serving
 
@@ -20,7 +25,11 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    serving = Serving(Base(tmp_path_factory.mktemp("base"), tied=True), "vllm")
+    base = Base(tmp_path_factory.mktemp("base"), tied=True)
+    # As Llama 3's: far more than the cache has.
+    config = json.loads((base.path / "config.json").read_text())
+    (base.path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 131_072}))
+    serving = Serving(base, "vllm")
     yield serving
     serving.runner.close()
 
@@ -53,6 +62,44 @@ def test_what_was_read_of_a_prompt_serves_its_tenant_and_version_and_nobody_else
     assert cached(served, tenant="a", adapter_dir=versions[0]) >= 128
     assert cached(served, tenant="a", adapter_dir=versions[1]) == 0
     assert cached(served, tenant="a") >= 128
+
+
+def test_a_context_that_is_longer_than_the_cache_is_cut_to_it(served):
+    assert served.limits.max_context == served.limits.cache_tokens == served.settings.kv_tokens
+    message = "need 8193 positions of the cache|the context"
+    with pytest.raises(InvalidRequest, match=message):
+        served.request(prompt=PROMPT * 500)
+
+
+def test_a_long_prompt_is_read_in_steps_of_the_size_that_is_set(served):
+    config = served.runner._client.vllm.vllm_config.scheduler_config
+    assert config.max_num_batched_tokens == served.settings.prefill_tokens + served.settings.slots < len(LONG)
+
+
+def test_logits_of_a_prompt_are_looked_at_in_slices_of_bounded_size():
+    from openrl.workers.sampler.vllm_prompts import slices
+
+    rows = []
+
+    def logits_of(hidden):
+        rows.append(len(hidden))
+        return hidden.repeat(1, 2)
+
+    vocab_size = scoring.LOGITS_BYTES // 4 // 3
+    hidden = torch.arange(8, dtype=torch.bfloat16)[:, None]
+    found = [(first, logits[:, 0].tolist()) for first, logits in slices(hidden, logits_of, vocab_size)]
+    assert found == [(0, [0, 1, 2]), (3, [3, 4, 5]), (6, [6, 7])] and rows == [3, 3, 2]
+
+
+def test_a_model_that_vllm_cannot_start_on_is_refused_in_one_line(served, tmp_path):
+    from openrl.workers.sampler import vllm_runner
+
+    broken = shutil.copytree(served.base.path, tmp_path / "broken")
+    for file in broken.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(InvalidRequest, match=r"vLLM doesn't start on .*broken here: ") as refused:
+        vllm_runner.runner(str(broken), tmp_path, served.settings)
+    assert "\n" not in str(refused.value)
 
 
 def test_an_adapter_of_too_large_a_rank_fails_its_request_alone(served):
@@ -113,7 +160,11 @@ if __name__ == "__main__":
     message = Sample(adapter_dir="", prompt=(1, 2, 3), num_samples=1, max_tokens=400, seed=1, stop_at_eos=False)
     engine.add(read(SampleJob(tenant="t", request_id="r", message=message, submitted=0.0), limits))
     engine.step()
+    if "idle" in sys.argv:
+        engine.drop(engine.requests)
     print("pids", *engine.pids, flush=True)
+    while "idle" in sys.argv:
+        time.sleep(1)
     while True:
         if not engine.requests:
             engine.add(read(SampleJob(tenant="t", request_id="r", message=message, submitted=0.0), limits))
@@ -121,19 +172,40 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("victim", ["the sampler", "vLLM"])
-def test_the_sampler_and_vllm_end_together(served, tmp_path, victim):
+REAPER = """
+import ctypes, os, subprocess, sys
+
+assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER: orphans come here, not to init
+sampler = subprocess.Popen(sys.argv[1:])
+print("sampler", sampler.pid, flush=True)
+status = sampler.wait()
+while True:
+    try:
+        os.wait()
+    except ChildProcessError:
+        break
+sys.exit(100 - status)
+"""
+"""As a service manager of a user's session is one, or a terminal multiplexer: nothing of ours may end it."""
+
+
+@pytest.mark.parametrize(("victim", "at_work"), [("the sampler", True), ("vLLM", True), ("vLLM", False)])
+def test_the_sampler_and_vllm_end_together_and_nobody_else_with_them(served, tmp_path, victim, at_work):
     script = tmp_path / "sampler.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, str(script), str(served.base.path), str(served.base.data_dir)]
+    command = [
+        sys.executable, "-c", REAPER,
+        sys.executable, str(script), str(served.base.path), str(served.base.data_dir), *([] if at_work else ["idle"]),
+    ]  # fmt: skip
     log = (tmp_path / "log").open("w")
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )  # fmt: skip
+    sampler = int(next(line for line in process.stdout if line.startswith("sampler")).split()[1])
     pids = next(line for line in process.stdout if line.startswith("pids")).split()[1:]
     children = [int(pid) for pid in pids]
-    os.kill(process.pid if victim == "the sampler" else children[0], signal.SIGKILL)
-    status = process.wait(timeout=60)
+    os.kill(sampler if victim == "the sampler" else children[0], signal.SIGKILL)
+    status = 100 - process.wait(timeout=60)
     assert status == (-signal.SIGKILL if victim == "the sampler" else 1)
     deadline = time.monotonic() + 30
     while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children):

@@ -72,7 +72,11 @@ def full(tmp_path_factory):
     arguments = vllm_runner.full_arguments(str(base.path), config, SETTINGS)
     client = Client(replace(arguments, worker_extension_cls="tests.contract.unpacked.Unpacked"))
     engine = VllmEngine(
-        client, vllm_runner.Versions(vllm_runner._no_adapter, max_idle=0), tokenizer_of(str(base.path)), num_slots=8
+        client,
+        vllm_runner.Versions(vllm_runner._no_adapter, max_idle=0),
+        tokenizer_of(str(base.path)),
+        num_slots=8,
+        places=vllm_runner.AdapterPlaces(1),
     )
     switching = Switching(
         engine,
@@ -159,3 +163,47 @@ def test_without_a_gpu_full_weights_are_refused_before_vllm_starts(full):
     base = full[2].base
     with pytest.raises(InvalidRequest, match="only be changed on a GPU"):
         vllm_runner.full_runner(str(base.path), base.data_dir, SETTINGS)
+
+
+def test_what_was_fetched_for_memory_that_was_given_up_is_not_applied():
+    from openrl.workers.sampler.full_weights import Prepared
+    from openrl.workers.sampler.vllm_weights import VllmWeights
+
+    class Switch:
+        closed = applied = False
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.closed = True
+
+        def apply(self, **options):
+            self.applied = True
+
+    weights = object.__new__(VllmWeights)
+    weights._resident, switch = object(), Switch()
+    with pytest.raises(InvalidRequest, match="fetched again"):
+        weights.apply(Prepared(object(), switch))
+    assert switch.closed and not switch.applied
+
+
+def test_a_first_load_that_leaves_a_parameter_of_the_model_as_it_was_is_refused():
+    from openrl.workers.sampler.vllm_transfer import HostTransfer, Touched
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.taken, self.left = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
+
+        def load_weights(self, weights):
+            return {name for name, _ in weights}
+
+    transfer = object.__new__(HostTransfer)
+    transfer.model, transfer.device = Model(), torch.device("cpu")
+    transfer._tensors = {"taken.weight": torch.zeros(1, 1)}
+    with pytest.raises(RuntimeError, match="1 parameters that no tensor is for, as left"):
+        transfer.receive_weights(Touched(names=["taken.weight"]))
+    transfer._tensors["left.weight"] = torch.zeros(1, 1)
+    transfer.receive_weights(Touched(names=["taken.weight", "left.weight"]))
+    transfer.receive_weights(Touched(names=["taken.weight"]))

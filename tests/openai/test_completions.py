@@ -81,6 +81,16 @@ def test_fine_tuned_weights_answer_otherwise_than_their_base(service: Service, c
     assert "sampler_weights/v1" in first and "sampler_weights/v2" in second
 
 
+def test_every_chunk_of_a_stream_names_the_weights_that_draw_it(service: Service, client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": service.save("v3", seed=3), "prompt": PROMPT, "max_tokens": 3}
+    whole = client.completions.create(**asked).system_fingerprint
+    chunks = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **asked))
+    assert "sampler_weights/v3" in whole
+    assert {chunk.system_fingerprint for chunk in chunks} == {whole}
+    plain = client.completions.create(stream=True, model=NAME, prompt=PROMPT, max_tokens=3)
+    assert {chunk.system_fingerprint for chunk in plain} == {None}
+
+
 def test_a_prompt_has_four_shapes_and_each_answer_its_place(client: openai.OpenAI) -> None:
     def texts(prompt: Any, n: int = 1) -> list[str]:
         answer = client.completions.create(model=NAME, prompt=prompt, n=n, seed=3, max_tokens=6)

@@ -47,9 +47,15 @@ def test_a_version_that_nobody_asks_for_makes_way_at_once():
 
 
 def test_where_a_switch_takes_long_turns_are_longer():
-    rotating, asked = rotation("a", took_s=5.0), {"a": 0.0, "b": 0.0}
-    assert decide(rotating, asked, 49.0).enter
-    assert not decide(rotating, asked, 50.0).enter
+    rotating, asked = rotation("a", took_s=0.7), {"a": 0.0, "b": 0.0}
+    assert decide(rotating, asked, 6.9).enter
+    assert not decide(rotating, asked, 7.1).enter
+
+
+def test_one_slow_switch_makes_no_turn_longer_than_two_may_wait_for():
+    rotating, asked = rotation("a", took_s=60.0), {"a": 0.0, "b": 0.0}
+    assert decide(rotating, asked, TURN_S + DRAIN_S - 0.1).enter
+    assert not decide(rotating, asked, TURN_S + DRAIN_S).enter
 
 
 def test_a_newcomer_that_gives_up_again_stops_the_draining():

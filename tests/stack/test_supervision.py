@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,10 @@ import pytest
 import tinker
 from tinker import types
 
+from openrl.scheduler.clusters.local import LocalCluster
+from openrl.tasks import embedded
+from openrl.tasks.settings import StoreSettings
+from openrl.tasks.store import Store
 from tests.stack import wire
 from tests.stack.conftest import MODEL, Service
 
@@ -170,6 +175,53 @@ def test_a_worker_that_hangs_is_said_to_be_gone_and_is_replaced(own_service: Ser
     assert f"no trainer answers for {MODEL}" in reasons
     [fresh] = workers(own_service.data_dir)
     assert fresh.pid != hung.pid and not hung.is_running()
+    assert own_service.stop() == 0
+
+
+@pytest.mark.full
+def test_an_upgrade_under_a_running_service_replaces_its_workers_and_runs_that_train_lose_nothing(
+    own_service: Service, tmp_path: Path
+) -> None:
+    # Of an installed version only its metadata differs here, so that losses can be compared.
+    now, real = metadata.version("openrl-service"), metadata.distribution("openrl-service")
+    said = tmp_path / "site" / "openrl_service-0.0.1.dist-info" / "METADATA"
+    said.parent.mkdir(parents=True)
+    said.write_text("Metadata-Version: 2.1\nName: openrl-service\nVersion: 0.0.1\n")
+    (said.parent / "entry_points.txt").write_text(str(real.read_text("entry_points.txt")))
+    own_service.env = {"OPENRL_LEASE_S": "4", "PYTHONPATH": str(said.parents[1])}
+    http = own_service.start().http()
+    at = {"OPENRL_REDIS_URL": embedded.url(own_service.data_dir), "OPENRL_DATA_DIR": str(own_service.data_dir)}
+    cluster = LocalCluster(Store.connect(StoreSettings.from_env(at)))
+
+    def upgrade() -> None:
+        said.write_text(f"Metadata-Version: 2.1\nName: openrl-service\nVersion: {now}\n")
+        [scheduler] = [each for each in processes_of(own_service.data_dir) if "openrl.scheduler" in each.cmdline()]
+        scheduler.terminate()
+
+    def learn(run: str, first: int, last: int) -> list[float]:
+        losses = []
+        for seq in range(first, last + 1):
+            if seq % 2:
+                wire.forward_backward(http, run, seq, TOKENS).raise_for_status()
+            else:
+                wire.optim_step(http, run, seq, learning_rate=0.01).raise_for_status()
+            metrics = wire.poll(http, f"{run}:{seq}", timeout_s=90).json()["metrics"]
+            losses.append(metrics.get("loss:sum", metrics.get("grad_norm")))
+        return losses
+
+    run = wire.new_run(http, model=MODEL)
+    losses = learn(run, 1, 5)
+    [before], [old] = cluster.workloads(), workers(own_service.data_dir)
+    assert before.version == "0.0.1"
+    upgrade()
+    deadline = time.monotonic() + 60
+    while old.is_running() and time.monotonic() < deadline:
+        losses += learn(run, len(losses) + 1, len(losses) + 1)
+    losses += learn(run, len(losses) + 1, len(losses) + 5)
+    [after], [fresh] = cluster.workloads(), workers(own_service.data_dir)
+    assert (after.version, after.generation) == (now, 1)
+    assert fresh.pid != old.pid and not old.is_running()
+    assert losses == learn(wire.new_run(http, model=MODEL), 1, len(losses)), "no step was lost, and none done twice"
     assert own_service.stop() == 0
 
 

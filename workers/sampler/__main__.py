@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -46,7 +45,6 @@ def runner(
     if settings.engine == "vllm":
         from openrl.workers.sampler import vllm_runner
 
-        _refuse_turns(accelerator)
         return vllm_runner.runner(model_path, data_dir, settings, digest=digest, grace_s=grace_s)
     # Only here: it needs what vLLM's environment need not hold.
     from openrl.workers.sampler import torch_runner
@@ -67,7 +65,6 @@ def full_runner(
     if settings.full_engine == "vllm":
         from openrl.workers.sampler import vllm_runner
 
-        _refuse_turns(accelerator)
         return vllm_runner.full_runner(model_path, data_dir, settings, digest=digest)
     from openrl.workers.sampler import torch_runner
 
@@ -76,11 +73,6 @@ def full_runner(
     )
     in_place = False if accelerator is not None and accelerator.shared else None
     return torch_runner.full_runner(engine, data_dir, settings, in_place=in_place), limits
-
-
-def _refuse_turns(accelerator: Accelerator | None) -> None:
-    if accelerator is not None and accelerator.shared:
-        raise InvalidRequest("the vLLM sampler takes no turns yet: unset OPENRL_ACCELERATOR, or use --sampler torch")
 
 
 def build(
@@ -123,8 +115,8 @@ def build(
         lease.close()
         raise
     if not keys.is_full(slug):
-        rank, head = settings.serves(model.vocab_size)
-        Registry(store).add_model(replace(model, sampler_rank=rank, sampler_head=head))
+        rank, head = settings.serves(model.arch, model.vocab_size)
+        Registry(store).note_sampler(model, rank=rank, head=head)
     completions = Completions(store)
     engine = SamplerEngine(
         drawing,
@@ -167,14 +159,15 @@ def main(base: str, pool: str, name: str) -> None:
         if not assignment.keep(store, os.environ):
             sys.exit(1)
         accelerator = Accelerator.of(store, turns, owner=name)
-        # vLLM can't leave the accelerator yet: it keeps its first turn, and the others wait until it has ended.
+        # vLLM can't leave the accelerator yet: it keeps its first turn until it ends, and is placed alone there.
         stays = (settings.full_engine if keys.is_full(pool) else settings.engine) == "vllm"
         with ExitStack() as turn:
             turn.enter_context(accelerator.turn())
             engine = build(base, name, store, settings, pool=pool, accelerator=None if stays else accelerator)
             kept = turn.pop_all() if stays else None
-    except OtherVersion as other:
-        sys.stderr.write(f"openrl.workers.sampler: {other}\n")
+    except (OtherVersion, InvalidRequest) as refused:
+        # It would be so for ever: whoever started it need not try again.
+        sys.stderr.write(f"openrl.workers.sampler: {refused}\n")
         sys.exit(2)
     except (OpenRLError, ValueError) as failure:
         raise SystemExit(f"the sampler can't start: {failure}") from failure

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 SWITCHES_COST = 0.1
-"""Switching takes at most about this part of the time that versions have."""
+"""Switching takes at most about this part of the time that versions have, unless turns became too long by it."""
 
 Version = TypeVar("Version", bound=Hashable)
 
@@ -75,7 +75,9 @@ class Rotation(Generic[Version]):
         return Decision(fetch=chosen, lay_aside=now - self._draining >= self._drain_s)
 
     def _is_over(self, now: float) -> bool:
-        return now - self._began >= max(self._turn_s, self._took_s / SWITCHES_COST)
+        # Bounded, since one switch that was slow (the first, of a whole model) says little of the next.
+        longest = self._turn_s + self._drain_s
+        return now - self._began >= max(self._turn_s, min(self._took_s / SWITCHES_COST, longest))
 
     def _waits_since(self, version: Version, asked_at: float) -> float:
         return max(asked_at, self._ended.get(version, float("-inf")))

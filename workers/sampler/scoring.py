@@ -21,6 +21,8 @@ from openrl.workers.sampler.prompts import Scores
 from openrl.workers.sampler.requests import Targets
 from openrl.workers.sampler.sampling import Rule, draw_several, top_logprobs, uniforms
 
+LOGITS_BYTES = 64 << 20
+"""The logits in float32 that are looked at together: what scoring a long prompt takes of memory, times a few."""
 APART = 1 << 32
 """Added to the number of a draw within the prompt: no continuation has such a number, so their draws are unrelated."""
 

@@ -14,6 +14,8 @@ PREFIX = "OPENRL_SAMPLER_"
 ENGINES = ("torch", "vllm")
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Those that vLLM takes as its largest."""
+VLLM_HEADS = ("llama", "qwen3", "qwen3_moe")
+"""Types of models on whose unembedding vLLM 0.32 and 0.33 put adapters: those whose classes name it for that."""
 MOST_VLLM_HEAD = 258048
 """The largest vocabulary on whose unembedding vLLM 0.32 and 0.33 put adapters."""
 
@@ -35,11 +37,12 @@ class SamplerSettings:
     prompt may delay them by."""
 
     versions: int = 16
-    """Adapters kept in memory beyond those in use; others are loaded again on demand."""
+    """Adapters kept in memory beyond those in use; others are loaded again on demand. vLLM keeps no more than
+    `max_cpu_loras` less `max_loras`."""
 
     version_turn_s: float = 2.0
     """Of a full run, one version is in memory at a time: how long it stays at least while others are asked for. Longer
-    where a switch takes over a tenth of that."""
+    where a switch takes over a tenth of that, up to this and `version_drain_s` together."""
 
     version_drain_s: float = 10.0
     """How long, after that, what runs on it may take to end; what hasn't goes on when its version comes again, and then
@@ -59,8 +62,8 @@ class SamplerSettings:
     benchmarks/gpu_sampler.py there first."""
 
     max_loras: int = 8
-    """vLLM: adapters in one batch; requests of more wait for their turn. Each takes its place in the device's memory,
-    used or not. The torch engine has no such limit."""
+    """vLLM: adapters in one batch; requests of more wait, and make way for each other by turns. Each takes its place in
+    the device's memory, used or not. The torch engine has no such limit."""
 
     max_cpu_loras: int = 32
     """vLLM: adapters in host memory; others are read again from their files on demand. The torch engine: `versions`."""
@@ -108,12 +111,14 @@ class SamplerSettings:
                 values[field.name] = environ[name] if kind is str else _number(name, environ[name], kind)
         return cls(**values)
 
-    def serves(self, vocab_size: int) -> tuple[int, bool]:
-        """Return the largest rank of an adapter that is served on a base with so many tokens, 0 meaning any.
+    def serves(self, model_type: str, vocab_size: int) -> tuple[int, bool]:
+        """Return the largest rank of an adapter that is served on such a base, 0 meaning any.
 
-        And whether adapters on its unembedding are.
+        And whether adapters on its unembedding are, by the type of model and how many tokens there are.
         """
-        return (0, True) if self.engine == "torch" else (self.max_lora_rank, vocab_size <= MOST_VLLM_HEAD)
+        if self.engine == "torch":
+            return 0, True
+        return self.max_lora_rank, model_type in VLLM_HEADS and vocab_size <= MOST_VLLM_HEAD
 
 
 def _number(name: str, text: str, kind: type) -> int | float:

@@ -34,7 +34,7 @@ from openrl.workers.sampler.pools import Pools
 from openrl.workers.sampler.prompts import Scores
 from openrl.workers.sampler.requests import Finished, Request
 from openrl.workers.sampler.sampling import draw, top_logprobs, uniforms
-from openrl.workers.sampler.scoring import score
+from openrl.workers.sampler.scoring import LOGITS_BYTES, score
 from openrl.workers.sampler.slots import Slots, prefill_shares
 from openrl.workers.sampler.stops import Decode
 from openrl.workers.sampler.versions import Versions
@@ -42,7 +42,6 @@ from openrl.workers.sampler.versions import Versions
 log = logging.getLogger(__name__)
 
 DRAW_ROWS = 64
-LOGITS_BYTES = 64 << 20
 LOAD_WAIT_S = 0.05
 """How long a step that has nothing to do but wait for weights waits, at most."""
 

@@ -1,19 +1,19 @@
 """Sampling on vLLM: each sequence is one request of vLLM's, which joins and leaves its batch at any token.
 
 vLLM decides what runs in a step and keeps what it has read of prompts; whose turn it is among tenants is decided here,
-since vLLM knows none. A sequence that gives up its slot keeps its tokens and goes on later, to the same ones. What a
-sequence is and where it ends, `groups` says, as on the torch engine. One thread; vLLM's answers come from another.
+since vLLM knows none, and which adapters are in use. A sequence that gives up its slot keeps its tokens and goes on
+later, to the same ones. What a sequence is and where it ends, `groups` says, as on the torch engine. One thread; vLLM's
+answers come from another.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-import os
 import queue
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from weakref import WeakSet
@@ -24,15 +24,16 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from openrl.tasks.errors import InvalidRequest, NotFound, OpenRLError
+from openrl.tasks.errors import InvalidRequest, NotFound, OpenRLError, OperationFailed
 from openrl.tasks.wire import codec
 from openrl.workers.sampler import prompts, shares
+from openrl.workers.sampler.adapter_places import AdapterPlaces
 from openrl.workers.sampler.groups import Continuation, Group, Token
 from openrl.workers.sampler.requests import Finished, Request
 from openrl.workers.sampler.sampling import FLOOR
 from openrl.workers.sampler.stops import Decode
 from openrl.workers.sampler.versions import Versions
-from openrl.workers.sampler.vllm_client import Client, Said, is_death
+from openrl.workers.sampler.vllm_client import Client, Ended, Said
 from openrl.workers.sampler.vllm_rows import asked_of
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,8 @@ class Stream:
 
     group: Group
     sequence: Continuation
+    start: int
+    """How many tokens it had when it went to vLLM."""
     future: Future[None] | None = None
 
 
@@ -63,10 +66,10 @@ class VllmEngine:
         decode: Decode,
         *,
         num_slots: int,
-        leave: Callable[[int], object] = os._exit,
+        places: AdapterPlaces,
     ) -> None:
-        """Run at most `num_slots` sequences at a time; `leave` ends the process where vLLM has ended."""
-        self._exit = leave
+        """Run at most `num_slots` sequences at a time, with those adapters that have `places`."""
+        self._places = places
         self._client = client
         self._versions = versions
         self._decode = decode
@@ -116,7 +119,6 @@ class VllmEngine:
         aside = [group for group in self._groups if id(group.request) in wanted]
         for group in aside:
             self._leave(group)
-            group.adapter, group.ready = None, False
         return aside
 
     def resume(self, aside: Group) -> None:
@@ -145,6 +147,7 @@ class VllmEngine:
 
     def step(self) -> list[Finished]:
         """Hand on what may run, take in what vLLM has drawn, and return what has ended."""
+        self._place()
         finished = self._load()
         self._admit()
         if finished:
@@ -154,21 +157,28 @@ class VllmEngine:
                 finished += self._take(stream, said)
         return finished
 
+    def _place(self) -> None:
+        """Choose the adapters that may be in the batch: vLLM is never given more, so that it need not choose itself."""
+        asked = [(group.tenant, group.request.adapter_dir) for group in self._groups if group.request.adapter_dir]
+        for directory in self._places.arrange(asked):
+            for group in [group for group in self._groups if group.request.adapter_dir == directory]:
+                self._give_back(group)
+
     def _load(self) -> list[Finished]:
-        """Ask for the weights of those that have come; one whose weights can't be loaded leaves."""
+        """Ask for the weights of those that may begin; one whose weights can't be loaded leaves."""
         for group in self._groups:
-            if group.ready or group in self._loading:
-                continue
-            if not group.request.adapter_dir:
+            directory = group.request.adapter_dir
+            if not directory:
                 group.ready = True
-                continue
-            loading = self._loading[group] = self._versions.acquire(group.request.adapter_dir)
-            loading.add_done_callback(lambda _: self.wake())
+            elif directory in self._places and not group.ready and group not in self._loading:
+                loading = self._loading[group] = self._versions.acquire(directory)
+                loading.add_done_callback(lambda _: self.wake())
         failed: list[Finished] = []
         for group, loading in list(self._loading.items()):
             if loading.done():
                 try:
                     group.adapter, group.ready = loading.result(), True
+                    self._places.loaded(group.request.adapter_dir)
                     del self._loading[group]
                 except Exception as failure:
                     failed.append(self._fail(group, failure))
@@ -194,7 +204,7 @@ class VllmEngine:
     def _start(self, group: Group) -> None:
         """Let vLLM run the next sequence of a group; the first also says what the prompt is worth."""
         sequence, request = group.waiting.popleft(), group.request
-        stream = self._streams[sequence] = Stream(group=group, sequence=sequence)
+        stream = self._streams[sequence] = Stream(group=group, sequence=sequence, start=len(sequence.tokens))
         group.running.append(sequence)
         scores = sequence.index == 0 and _is_scored(request) and group not in self._scored
         key = next(self._numbers) if scores else None
@@ -241,6 +251,9 @@ class VllmEngine:
         try:
             if isinstance(said, Exception):
                 raise said
+            if isinstance(said, Ended):
+                self._go_on(stream)
+                return []
             if isinstance(said, bytes):
                 self._scored.add(group)
                 group.read_prompt(prompts.unpacked(said))
@@ -258,6 +271,12 @@ class VllmEngine:
         self._leave(group)
         return [Finished(request=group.request, result=group.result())]
 
+    def _go_on(self, stream: Stream) -> None:
+        """Let a sequence go on that vLLM has ended and we have not: from what it has drawn, as if it had given way."""
+        if len(stream.sequence.tokens) == stream.start:
+            raise OperationFailed("vLLM ended a sequence without a token; the sampler's log may tell why")
+        self._stop(stream)
+
     def _stop(self, stream: Stream) -> None:
         """Take a sequence out of vLLM; one that hasn't ended waits for its next turn."""
         del self._streams[stream.sequence]
@@ -269,16 +288,19 @@ class VllmEngine:
 
     def _leave(self, group: Group) -> None:
         """Take a group out and give back all it holds."""
+        self._give_back(group)
+        self._groups.remove(group)
+
+    def _give_back(self, group: Group) -> None:
+        """Let a group wait, which keeps what it has drawn and nothing else."""
         for stream in [stream for stream in self._streams.values() if stream.group is group]:
             self._stop(stream)
         if self._loading.pop(group, None) or (group.ready and group.request.adapter_dir):
             self._versions.release(group.request.adapter_dir)
-        self._groups.remove(group)
+        group.adapter, group.ready = None, False
 
     def _fail(self, group: Group, failure: Exception) -> Finished:
         """End one request with an error; what wasn't raised on purpose is logged under an id."""
-        if is_death(failure):
-            self._end(failure)
         self._leave(group)
         if isinstance(failure, OpenRLError):
             users = isinstance(failure, InvalidRequest | NotFound)
@@ -287,12 +309,6 @@ class VllmEngine:
         log.error("request %s failed, error %s", group.request.job.request_id, error_id, exc_info=failure)
         error = f"the sampler failed on this request; its log tells why (error {error_id})"
         return Finished(request=group.request, error=error)
-
-    def _end(self, failure: Exception) -> None:
-        """Leave as if killed: vLLM is gone, and what was in it is drawn again by the successor."""
-        log.critical("vLLM has ended; leaving", exc_info=failure)
-        logging.shutdown()
-        self._exit(1)
 
 
 def _is_scored(request: Request) -> bool:

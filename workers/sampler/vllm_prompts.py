@@ -5,7 +5,7 @@ Runs inside vLLM's processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from openrl.tasks.wire import codec
 from openrl.workers.sampler.prompts import Scores
 from openrl.workers.sampler.requests import Targets
 from openrl.workers.sampler.sampling import Rule
+from openrl.workers.sampler.scoring import LOGITS_BYTES, score
 from openrl.workers.sampler.vllm_rows import KEY
 
 
@@ -43,6 +44,7 @@ class Prompts:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._read = runner._get_prompt_logprobs_dict
+        self._vocab_size = int(runner.model_config.get_vocab_size())
         self._parts: dict[int, list[Scores]] = {}
 
     def read(self, hidden_states: Tensor, num_scheduled_tokens: dict[str, int]) -> dict[str, Any]:
@@ -52,7 +54,7 @@ class Prompts:
         for name in [name for name in waiting if name in num_scheduled_tokens]:
             self._runner.num_prompt_logprobs = one = {name: waiting[name]}
             try:
-                with self._scoring(name, num_scheduled_tokens[name]):
+                with self._scoring(name):
                     found |= self._read(hidden_states, num_scheduled_tokens)
             finally:
                 self._runner.num_prompt_logprobs = waiting
@@ -65,23 +67,46 @@ class Prompts:
         return self._parts.pop(key, [])
 
     @contextmanager
-    def _scoring(self, name: str, num_tokens: int) -> Iterator[None]:
-        request = self._runner.requests[name]
+    def _scoring(self, name: str) -> Iterator[None]:
+        """Let vLLM's reading ask us, and not the model, for the logits of this request's prompt."""
+        runner = self._runner
+        request = runner.requests[name]
         asked, start = request.sampling_params.extra_args[KEY], request.num_computed_tokens
-        rows = min(num_tokens, len(request.prompt_token_ids) - 1 - start)
-        if rows > 0 and self._runner.lora_config is not None:
-            adapter = request.lora_request
-            mapping = (adapter.lora_int_id if adapter else 0,) * rows
-            self._runner._set_active_loras(mapping, mapping, {adapter} if adapter else set())
         if start == 0:
             # A prompt that gave way is read anew from its beginning.
             self._parts[asked["key"]] = []
-        parts = self._parts[asked["key"]]
-        self._runner.sampler.scoring = _prompt(request.prompt_token_ids, asked), start, parts
+        parts, wanted = self._parts[asked["key"]], _prompt(request.prompt_token_ids, asked)
+        logits_of = runner.model.compute_logits
+
+        def score_instead(hidden_CH: Tensor) -> Tensor:
+            for rows, logits_RV in slices(hidden_CH, self._logits(logits_of, request.lora_request), self._vocab_size):
+                parts.append(score(logits_RV, wanted, start + rows))
+            return hidden_CH[:, :1]
+
+        runner.model.compute_logits, runner.sampler.scoring = score_instead, True
         try:
             yield
         finally:
-            self._runner.sampler.scoring = None
+            del runner.model.compute_logits
+            runner.sampler.scoring = False
+
+    def _logits(self, logits_of: Callable[[Tensor], Tensor], adapter: Any) -> Callable[[Tensor], Tensor]:
+        """Return what computes logits with one adapter, or none, in every row."""
+
+        def compute(hidden_RH: Tensor) -> Tensor:
+            if self._runner.lora_config is not None:
+                mapping = (adapter.lora_int_id if adapter else 0,) * len(hidden_RH)
+                self._runner._set_active_loras(mapping, mapping, {adapter} if adapter else set())
+            return logits_of(hidden_RH)
+
+        return compute
+
+
+def slices(hidden_CH: Tensor, logits_of: Callable[[Tensor], Tensor], vocab_size: int) -> Iterator[tuple[int, Tensor]]:
+    """Yield logits [R, V] in float32 of some rows at a time, LOGITS_BYTES at most, and which row is their first."""
+    size = max(1, LOGITS_BYTES // (4 * vocab_size))
+    for first in range(0, len(hidden_CH), size):
+        yield first, logits_of(hidden_CH[first : first + size]).float()
 
 
 def _prompt(tokens: Sequence[int], asked: Mapping[str, Any]) -> Prompt:

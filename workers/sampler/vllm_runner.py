@@ -18,6 +18,7 @@ from vllm.lora.request import LoRARequest
 
 from openrl.tasks.errors import InvalidRequest
 from openrl.workers.model import families, identity
+from openrl.workers.sampler.adapter_places import AdapterPlaces
 from openrl.workers.sampler.full_weights import Version
 from openrl.workers.sampler.requests import Limits
 from openrl.workers.sampler.rotation import Rotation
@@ -53,7 +54,7 @@ def runner(
     """Start vLLM on a base model, which must have this digest; return what draws from it, and what it can take.
 
     Raises:
-        InvalidRequest: the model, or the settings on this machine, can't be served.
+        InvalidRequest: the model, or the settings on this machine, can't be served; CannotStart is one.
     """
     config = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
     families.check(config)
@@ -61,8 +62,11 @@ def runner(
         raise InvalidRequest(f"{model_path} was changed while the service ran; start `openrl up` anew")
     client = Client(arguments(model_path, config, settings))
     load = version_loader(data_dir, client, digest=digest, max_rank=settings.max_lora_rank)
-    versions = Versions(load, max_idle=settings.versions, idle_s=grace_s, unload=client.remove_adapter)
-    engine = VllmEngine(client, versions, tokenizer_of(model_path), num_slots=settings.slots)
+    # Never more than vLLM keeps by itself: what it forgot it would read again, in a step and unverified.
+    idle = min(settings.versions, settings.max_cpu_loras - settings.max_loras)
+    versions = Versions(load, max_idle=idle, idle_s=grace_s, unload=client.remove_adapter)
+    places = AdapterPlaces(settings.max_loras)
+    engine = VllmEngine(client, versions, tokenizer_of(model_path), num_slots=settings.slots, places=places)
     return engine, _limits(model_path, config, client)
 
 
@@ -84,7 +88,8 @@ def full_runner(
         raise InvalidRequest(f"{model_path} was changed while the service ran; start `openrl up` anew")
     client = Client(full_arguments(model_path, config, settings))
     nothing: Versions[LoRARequest] = Versions(_no_adapter, max_idle=0)
-    engine = VllmEngine(client, nothing, tokenizer_of(model_path), num_slots=settings.slots)
+    places = AdapterPlaces(settings.max_loras)
+    engine = VllmEngine(client, nothing, tokenizer_of(model_path), num_slots=settings.slots, places=places)
     weights = VllmWeights(client, Path(model_path), data_dir, digest=digest)
     turns: Rotation[Version] = Rotation(turn_s=settings.version_turn_s, drain_s=settings.version_drain_s)
     return Switching(engine, weights, turns, Version), _limits(model_path, config, client)
@@ -114,17 +119,21 @@ def arguments(model_path: str, config: dict[str, Any], settings: SamplerSettings
         )
     _prepare_environment(cpu=not devices)
     block = BLOCK if devices else CPU_BLOCK
+    # On a GPU the longest sequence that fits is left to vLLM; one block it keeps back.
     memory: dict[str, Any] = (
-        {"gpu_memory_utilization": settings.gpu_memory_utilization}
+        {"gpu_memory_utilization": settings.gpu_memory_utilization, "max_model_len": -1}
         if devices
-        else {"num_gpu_blocks_override": -(-settings.kv_tokens // block)}
+        else {
+            "num_gpu_blocks_override": -(-settings.kv_tokens // block) + 1,
+            "max_model_len": min(families.max_context(config), settings.kv_tokens),
+            "max_num_batched_tokens": settings.prefill_tokens + settings.slots,
+        }
     )
-    _, serves_head = settings.serves(int(config["vocab_size"]))
+    _, serves_head = settings.serves(str(config["model_type"]), int(config["vocab_size"]))
     return AsyncEngineArgs(
         model=model_path,
         skip_tokenizer_init=True,
         dtype="bfloat16" if devices else "float32",
-        max_model_len=families.max_context(config),
         max_num_seqs=settings.slots,
         max_logprobs=min(MOST_CANDIDATES, int(config["vocab_size"])),
         generation_config="vllm",
@@ -175,7 +184,7 @@ def _limits(model_path: str, config: dict[str, Any], client: Client) -> Limits:
     log.info("vLLM runs in the processes %s, its cache has %d positions", client.pids, client.cache_tokens)
     return Limits(
         vocab_size=int(config["vocab_size"]),
-        max_context=families.max_context(config),
+        max_context=min(families.max_context(config), client.max_context),
         cache_tokens=client.cache_tokens,
         eos_token_ids=_eos(Path(model_path), config),
     )

@@ -67,10 +67,14 @@ class HostTransfer(WeightTransferEngine[Shared, Touched]):
             raise RuntimeError("vLLM's weights can only be changed on a GPU")
 
     def receive_weights(self, update_info: Touched) -> None:
-        """Copy the touched tensors."""
-        loaded = self.model.load_weights(self._moved(update_info.names))
+        """Copy the touched tensors; if they are all there are, nothing in the model may be left as it was."""
+        loaded = set(self.model.load_weights(self._moved(update_info.names)) or ())
         if update_info.names and not loaded:
             raise RuntimeError(f"vLLM's model took none of {len(update_info.names)} tensors")
+        if self._tensors.keys() <= set(update_info.names):
+            missed = sorted(name for name, _ in self.model.named_parameters() if name not in loaded)
+            if missed:
+                raise RuntimeError(f"vLLM's model has {len(missed)} parameters that no tensor is for, as {missed[0]}")
 
     def finish_weight_update(self) -> None:
         """Wait until everything is where it belongs."""

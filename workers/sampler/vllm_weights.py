@@ -62,9 +62,12 @@ class VllmWeights:
         """Make vLLM's weights this version; return how many tensors were touched.
 
         Raises:
-            InvalidRequest: as `openrl.workers.sampler.full_weights`.
+            InvalidRequest: as `openrl.workers.sampler.full_weights`; or it was fetched into memory that vLLM doesn't
+                have any more, as another was fetched after it whose tensors are of another kind.
         """
         with prepared.switch as switch:
+            if prepared.resident is not self._resident:
+                raise InvalidRequest("this version was fetched for memory that was given up; it is to be fetched again")
             touched = switch.apply(threads=self._threads)
         try:
             self.install(touched, prepared.digest)

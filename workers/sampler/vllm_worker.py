@@ -14,7 +14,8 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,17 +28,16 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from openrl.workers.sampler import prompts
-from openrl.workers.sampler.prompts import Scores
 from openrl.workers.sampler.sampling import draw, uniforms
-from openrl.workers.sampler.scoring import score
-from openrl.workers.sampler.vllm_prompts import Prompt, Prompts
+from openrl.workers.sampler.vllm_prompts import Prompts
 from openrl.workers.sampler.vllm_rows import Row, Rows
 
 
 class Drawing(Sampler):
     """Draws by `openrl.workers.sampler.sampling`; vLLM's own warm-up, which has no rows of ours, by vLLM's law."""
 
-    scoring: tuple[Prompt, int, list[Scores]] | None = None
+    scoring = False
+    """Whether `vllm_prompts` scores a prompt, whose log-probabilities vLLM need not compute."""
 
     def forward(self, logits: Tensor, sampling_metadata: SamplingMetadata, *args: Any, **options: Any) -> SamplerOutput:
         """Choose one token a row, from logits [B, V] that may be of any float type."""
@@ -57,15 +57,13 @@ class Drawing(Sampler):
         )
 
     def compute_logprobs(self, logits: Tensor) -> Tensor:
-        """Score a part of a prompt on the way, while `scoring` says whose it is."""
-        if self.scoring is not None:
-            asked, start, parts = self.scoring
-            parts.append(score(logits.float(), asked, start))
-        return super().compute_logprobs(logits)
+        """As vLLM does, but for a prompt that was scored already."""
+        return logits if self.scoring else super().compute_logprobs(logits)
 
     def gather_logprobs(self, logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
-        """Return the log-probabilities of a prompt's own tokens, which nobody looks at: `scoring` has them."""
-        return _candidates(logprobs, token_ids, num_logprobs)
+        """Return what stands for the log-probabilities of a prompt's own tokens: nobody looks at them."""
+        nothing_C1 = torch.zeros(len(token_ids), 1, device=token_ids.device)
+        return LogprobsTensors(token_ids.int()[:, None], nothing_C1, nothing_C1[:, 0])
 
 
 class Extension:
@@ -75,8 +73,11 @@ class Extension:
 
     def openrl_prepare(self, owner: int) -> tuple[int, int]:
         """Put our sampler in, and end with the process `owner`; return the numbers of this process and its parent."""
-        handle = os.pidfd_open(owner)
-        threading.Thread(target=_end_with, args=(owner, handle), name="owner-watch", daemon=True).start()
+        # Held from now on: after the owner's death its number, and the parent's, may be somebody else's.
+        parent = os.getppid()
+        others = [] if parent == owner else [os.pidfd_open(parent)]
+        watch = threading.Thread(target=_end_with, args=(os.pidfd_open(owner), others), name="owner-watch", daemon=True)
+        watch.start()
         runner = self.model_runner
         if type(getattr(runner, "sampler", None)) is not Sampler:
             raise RuntimeError("this vLLM draws tokens in another way than OpenRL knows; use vLLM 0.32 or 0.33")
@@ -87,7 +88,7 @@ class Extension:
             _mend_adapters()
         self.openrl_prompts = Prompts(runner)
         runner._get_prompt_logprobs_dict = self.openrl_prompts.read
-        return os.getpid(), os.getppid()
+        return os.getpid(), parent
 
     def openrl_scores(self, key: int) -> bytes:
         """Return what a prompt was worth, packed, and forget it."""
@@ -116,11 +117,12 @@ def _adapted_rows(operation: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _end_with(owner: int, handle: int) -> None:
-    """Wait until the sampler's own process has ended; then end vLLM's, however stuck they are."""
-    select.select([handle], [], [])
-    if os.getppid() not in (owner, 1):
-        os.kill(os.getppid(), signal.SIGKILL)
+def _end_with(owner: int, others: Sequence[int]) -> None:
+    """Wait until the sampler's own process has ended; then end vLLM's, however stuck they are. All are pidfds."""
+    select.select([owner], [], [])
+    for other in others:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(other, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
