@@ -21,6 +21,7 @@ from openrl.scheduler.needs import Budget
 from openrl.scheduler.reconcile import SCHEDULE, Reconciler, SchedulerTask, reconcile
 from openrl.scheduler.resources import Cluster
 from openrl.scheduler.settings import SchedulerSettings
+from openrl.scheduler.timetable import timetable
 from openrl.tasks import revoking, upgrade
 from openrl.tasks.celery import CONTROL_QUEUE, celery
 from openrl.tasks.errors import OtherVersion
@@ -128,13 +129,17 @@ def main() -> int:
     if own.metrics_port:
         metrics.serve(store, own.metrics_port)
     beat_dir = Path(own.beat_dir) if own.beat_dir else settings.data_dir / "scheduler"
-    beat_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    beat = Beat(str(beat_dir / "beat-schedule"))
+    with timetable(beat_dir) as path:
+        return _serve(Beat(str(path)), settings.log_level)
+
+
+def _serve(beat: Beat, log_level: str) -> int:
+    """Work on the queue `control` beside the beat; return the exit status."""
     worker = celery.Worker(
         hostname=f"scheduler@{socket.gethostname()}",
         pool="solo",
         queues=[CONTROL_QUEUE],
-        loglevel=settings.log_level,
+        loglevel=log_level,
         without_gossip=True,
         without_mingle=True,
         quiet=True,
