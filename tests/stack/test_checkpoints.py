@@ -30,6 +30,7 @@ def drawn(sampler: tinker.SamplingClient) -> list[int]:
     return sampler.sample(PROMPT, 1, GREEDY).result().sequences[0].tokens
 
 
+@pytest.mark.full
 def test_a_copy_trains_and_samples_like_its_source_and_outlives_it(service: Service) -> None:
     sdk, lists = client(service), rest(service)
     training = sdk.create_lora_training_client(MODEL, rank=4, seed=3).result()

@@ -93,6 +93,7 @@ def test_a_restart_on_the_same_directory_finds_its_runs_and_checkpoints(own_serv
     assert own_service.stop() == 0
 
 
+@pytest.mark.full
 def test_other_weights_under_the_name_of_a_model_that_has_runs_are_refused(
     own_service: Service, model_dir: Path, tmp_path: Path
 ) -> None:
