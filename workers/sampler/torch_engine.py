@@ -11,9 +11,8 @@ Axes: T tokens of the step, B rows with a next token, D hidden, V vocabulary.
 from __future__ import annotations
 
 import logging
-import secrets
-from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import NamedTuple
@@ -21,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from openrl.tasks.errors import InvalidRequest, NotFound, OpenRLError
 from openrl.tasks.wire import codec
 from openrl.workers.model import attention
 from openrl.workers.model.loading import LoadedModel
@@ -29,6 +27,7 @@ from openrl.workers.model.logprobs import head_logits
 from openrl.workers.model.lora import Adapter, Segment, routing
 from openrl.workers.model.threads import Threads
 from openrl.workers.sampler.groups import Continuation, Group, Token
+from openrl.workers.sampler.in_hand import InHand
 from openrl.workers.sampler.places import Place
 from openrl.workers.sampler.pools import Pools
 from openrl.workers.sampler.prompts import Scores
@@ -82,7 +81,7 @@ class Wish(NamedTuple):
     position: int
 
 
-class TorchEngine:
+class TorchEngine(InHand[Adapter]):
     """Runs requests on a loaded model."""
 
     def __init__(
@@ -96,17 +95,13 @@ class TorchEngine:
         prefill_tokens: int,
     ) -> None:
         """Run at most `num_slots` sequences on a cache of `kv_tokens` positions, a power of two."""
+        super().__init__(versions, decode)
         self._loaded = loaded
         self._threads = Threads()
         self._flops_per_token = loaded.flops_per_token
-        self._versions = versions
-        self._decode = decode
         self._prefill_tokens = prefill_tokens
         self._pools = Pools(loaded, kv_tokens)
         self._slots = Slots(num_slots, kv_tokens=kv_tokens, memory=self._pools)
-        self._groups: list[Group] = []
-        self._loading: dict[Group, Future[Adapter]] = {}
-        self._arrivals = 0
         self.most_of_tenant = num_slots
 
     @property
@@ -123,57 +118,9 @@ class TorchEngine:
         """Return the model that it draws from."""
         return self._loaded
 
-    @property
-    def requests(self) -> list[Request]:
-        """Return what is in the engine, oldest first."""
-        return [group.request for group in self._groups]
-
-    def add(self, request: Request) -> None:
-        """Let a request join at the next step."""
-        self._groups.append(Group(request, arrival=self._arrivals, decode=self._decode))
-        self._arrivals += 1
-
-    def drop(self, requests: Collection[Request]) -> list[int]:
-        """Forget these requests, half-drawn sequences included; return how many tokens each had."""
-        groups = {id(group.request): group for group in self._groups}
-        dropped = [groups[id(request)] for request in requests]
-        for group in dropped:
-            self._leave(group)
-        return [group.num_drawn for group in dropped]
-
-    @property
-    def outside(self) -> list[Request]:
-        """Return the requests that hold nothing in the cache: they have not begun, or gave way."""
-        return [group.request for group in self._groups if not group.running]
-
-    def num_drawn(self, request: Request) -> int:
-        """Return how many tokens a request has."""
-        return next(group.num_drawn for group in self._groups if group.request is request)
-
-    def lay_aside(self, requests: Collection[Request]) -> list[Group]:
-        """Take these requests out, which keep what they have drawn and nothing else; `resume` lets them go on."""
-        wanted = {id(request) for request in requests}
-        aside = [group for group in self._groups if id(group.request) in wanted]
-        for group in aside:
-            self._leave(group)
-            group.adapter, group.ready = None, False
-        return aside
-
-    def resume(self, aside: Group) -> None:
-        """Let a request go on: it reads again what it has drawn."""
-        self._groups.append(aside)
-
     def weights_changed(self) -> None:
         """Hear that the model's own weights were changed in place: nothing computed from the old ones is left."""
         assert not self._groups, "requests are on the old weights"
-
-    def foresee(self, directory: str) -> None:
-        """Load a version that is likely to be asked for next."""
-        self._versions.foresee(directory)
-
-    def tidy(self) -> None:
-        """Let go of the versions that nobody has used for a while."""
-        self._versions.tidy()
 
     def wake(self) -> None:
         """Do nothing: no step waits for long."""
@@ -261,23 +208,8 @@ class TorchEngine:
         if one.stop_reason:
             self._slots.end(one)
 
-    def _leave(self, group: Group) -> None:
-        """Take a group out and give back all it holds."""
+    def _free(self, group: Group) -> None:
         self._slots.drop(group)
-        if self._loading.pop(group, None) or (group.ready and group.request.adapter_dir):
-            self._versions.release(group.request.adapter_dir)
-        self._groups.remove(group)
-
-    def _fail(self, group: Group, failure: Exception) -> Finished:
-        """End one request with an error; what wasn't raised on purpose is logged under an id."""
-        self._leave(group)
-        if isinstance(failure, OpenRLError):
-            users = isinstance(failure, InvalidRequest | NotFound)
-            return Finished(request=group.request, error=str(failure), category="user" if users else "server")
-        error_id = secrets.token_hex(4)
-        log.error("request %s failed, error %s", group.request.job.request_id, error_id, exc_info=failure)
-        error = f"the sampler failed on this request; its log tells why (error {error_id})"
-        return Finished(request=group.request, error=error)
 
     def _run(self, rows: list[Row]) -> list[Outcome]:
         """Compute a step: no state but the cache's positions of these rows changes."""

@@ -11,9 +11,8 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
-import secrets
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from weakref import WeakSet
@@ -24,11 +23,12 @@ from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-from openrl.tasks.errors import InvalidRequest, NotFound, OpenRLError, OperationFailed
+from openrl.tasks.errors import OperationFailed
 from openrl.tasks.wire import codec
 from openrl.workers.sampler import prompts, shares
 from openrl.workers.sampler.adapter_places import AdapterPlaces
 from openrl.workers.sampler.groups import Continuation, Group, Token
+from openrl.workers.sampler.in_hand import InHand
 from openrl.workers.sampler.requests import Finished, Request
 from openrl.workers.sampler.sampling import FLOOR
 from openrl.workers.sampler.stops import Decode
@@ -56,7 +56,7 @@ class Stream:
     future: Future[None] | None = None
 
 
-class VllmEngine:
+class VllmEngine(InHand[LoRARequest]):
     """Runs requests on vLLM."""
 
     def __init__(
@@ -69,13 +69,10 @@ class VllmEngine:
         places: AdapterPlaces,
     ) -> None:
         """Run at most `num_slots` sequences at a time, with those adapters that have `places`."""
+        super().__init__(versions, decode)
         self._places = places
         self._client = client
-        self._versions = versions
-        self._decode = decode
         self._num_slots = num_slots
-        self._groups: list[Group] = []
-        self._loading: dict[Group, Future[LoRARequest]] = {}
         self._streams: dict[Continuation, Stream] = {}
         self._heard: queue.SimpleQueue[tuple[Stream, Said] | None] = queue.SimpleQueue()
         self._scored: WeakSet[Group] = WeakSet()
@@ -83,59 +80,13 @@ class VllmEngine:
         self.most_of_tenant = num_slots
 
     @property
-    def requests(self) -> list[Request]:
-        """Return what is in the engine, oldest first."""
-        return [group.request for group in self._groups]
-
-    @property
     def pids(self) -> tuple[int, ...]:
         """Return vLLM's processes: those that hold the device."""
         return self._client.pids
 
-    def add(self, request: Request) -> None:
-        """Let a request join at the next step."""
-        self._groups.append(Group(request, arrival=next(self._numbers), decode=self._decode))
-
-    def drop(self, requests: Collection[Request]) -> list[int]:
-        """Forget these requests, half-drawn sequences included; return how many tokens each had."""
-        groups = {id(group.request): group for group in self._groups}
-        dropped = [groups[id(request)] for request in requests]
-        for group in dropped:
-            self._leave(group)
-        return [group.num_drawn for group in dropped]
-
-    @property
-    def outside(self) -> list[Request]:
-        """Return the requests of which vLLM runs nothing: they have not begun, or gave way."""
-        return [group.request for group in self._groups if not group.running]
-
-    def num_drawn(self, request: Request) -> int:
-        """Return how many tokens a request has."""
-        return next(group.num_drawn for group in self._groups if group.request is request)
-
-    def lay_aside(self, requests: Collection[Request]) -> list[Group]:
-        """Take these requests out, which keep what they have drawn and nothing else; `resume` lets them go on."""
-        wanted = {id(request) for request in requests}
-        aside = [group for group in self._groups if id(group.request) in wanted]
-        for group in aside:
-            self._leave(group)
-        return aside
-
-    def resume(self, aside: Group) -> None:
-        """Let a request go on: it reads again what it has drawn."""
-        self._groups.append(aside)
-
     def weights_changed(self) -> None:
         """Hear that the model's own weights are others: nothing runs, and `vllm_weights` has cleared the cache."""
         assert not self._streams, "requests are on the old weights"
-
-    def foresee(self, directory: str) -> None:
-        """Load a version that is likely to be asked for next."""
-        self._versions.foresee(directory)
-
-    def tidy(self) -> None:
-        """Let go of the versions that nobody has used for a while."""
-        self._versions.tidy()
 
     def wake(self) -> None:
         """Let a step that waits return."""
@@ -286,29 +237,9 @@ class VllmEngine:
         if stream.future is not None:
             stream.future.cancel()
 
-    def _leave(self, group: Group) -> None:
-        """Take a group out and give back all it holds."""
-        self._give_back(group)
-        self._groups.remove(group)
-
-    def _give_back(self, group: Group) -> None:
-        """Let a group wait, which keeps what it has drawn and nothing else."""
+    def _free(self, group: Group) -> None:
         for stream in [stream for stream in self._streams.values() if stream.group is group]:
             self._stop(stream)
-        if self._loading.pop(group, None) or (group.ready and group.request.adapter_dir):
-            self._versions.release(group.request.adapter_dir)
-        group.adapter, group.ready = None, False
-
-    def _fail(self, group: Group, failure: Exception) -> Finished:
-        """End one request with an error; what wasn't raised on purpose is logged under an id."""
-        self._leave(group)
-        if isinstance(failure, OpenRLError):
-            users = isinstance(failure, InvalidRequest | NotFound)
-            return Finished(request=group.request, error=str(failure), category="user" if users else "server")
-        error_id = secrets.token_hex(4)
-        log.error("request %s failed, error %s", group.request.job.request_id, error_id, exc_info=failure)
-        error = f"the sampler failed on this request; its log tells why (error {error_id})"
-        return Finished(request=group.request, error=error)
 
 
 def _is_scored(request: Request) -> bool:

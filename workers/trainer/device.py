@@ -14,12 +14,9 @@ import json
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, islice
-from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,8 +31,6 @@ from openrl.tasks.messages import (
     SaveWeightsExternal,
     SaveWeightsForSampler,
 )
-from openrl.tasks.operations import PROTOBUF
-from openrl.tasks.wire import codec
 from openrl.workers.model.attention import hidden_states, packed, positions
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.logprobs import head_shares, target_logprobs
@@ -45,10 +40,10 @@ from openrl.workers.model.threads import Threads
 from openrl.workers.trainer.batch import Load, MicroBatch, Packing, Piece, micro_batches, num_tokens
 from openrl.workers.trainer.checkpoints import Checkpoints
 from openrl.workers.trainer.lanes import Lanes
-from openrl.workers.trainer.losses import compute, merge
 from openrl.workers.trainer.optimizer import is_finite
 from openrl.workers.trainer.residency import Residency
 from openrl.workers.trainer.runs import Run
+from openrl.workers.trainer.share import Part, Share
 from openrl.workers.trainer.work import Work, failed
 
 log = logging.getLogger(__name__)
@@ -78,9 +73,8 @@ class Device:
     ) -> None:
         """Compute passes in micro-batches of `token_budget`; no `residency`: every run lies on the device.
 
-        No `lanes`: as many as torch has threads.
-
-        No `recomputing`: whether layers are computed again in backward is decided by the memory there is.
+        No `lanes`: as many as torch has threads. No `recomputing`: whether layers are computed again in backward is
+        decided by the memory there is.
         `tells_entropy`: the metrics of a forward have the entropy of what its tokens are predicted from.
         """
         self._tells_entropy = tells_entropy
@@ -176,7 +170,7 @@ class Device:
         """Run forwards in one pass. One that breaks it is found by running each of them alone."""
         try:
             self.residency.admit(work.run for work in works)
-            shares = [_Share(work) for work in works]
+            shares = [Share(work) for work in works]
             gradients = self._compute([share for share in shares if not share.error])
         except Exception as error:
             if len(works) == 1:
@@ -188,7 +182,7 @@ class Device:
             return [self._forwards([share.work])[0] if share in suspects else share.outcome() for share in shares]
         return [share.outcome() for share in shares]
 
-    def _compute(self, shares: list[_Share]) -> Gradients:
+    def _compute(self, shares: list[Share]) -> Gradients:
         """Fill in every share's results and return each run's gradient. Touches no run."""
         gradients: Gradients = {}
         packing = Packing()
@@ -209,13 +203,13 @@ class Device:
         return gradients
 
     def _side_by_side(
-        self, batches: list[MicroBatch], shares: list[_Share], trains: bool
-    ) -> list[tuple[list[_Part], Gradients]]:
+        self, batches: list[MicroBatch], shares: list[Share], trains: bool
+    ) -> list[tuple[list[Part], Gradients]]:
         """Compute micro-batches, each in a lane of its own; what a pass comes to is put together in their order."""
         tokens = sum(sum(batch.lengths) for batch in batches)
         self._threads.fit((1 + trains) * self._flops_per_token * tokens)
 
-        def one(batch: MicroBatch) -> tuple[list[_Part], Gradients]:
+        def one(batch: MicroBatch) -> tuple[list[Part], Gradients]:
             with torch.set_grad_enabled(trains), self._recomputing.for_tokens(tokens if trains else 0):
                 results = zip(batch.pieces, *self._logprobs(batch, shares), strict=True)
                 parts = [shares[piece.load].part(piece, logprobs, told) for piece, logprobs, told in results]
@@ -226,7 +220,7 @@ class Device:
 
         return self._lanes.map(one, batches)
 
-    def _logprobs(self, batch: MicroBatch, shares: list[_Share]) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _logprobs(self, batch: MicroBatch, shares: list[Share]) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the log-probability of every target, piece by piece, and if they are told the entropies."""
         loaded = self._loaded
         adapters = {piece.load: shares[piece.load].run.adapter for piece in batch.pieces}
@@ -250,9 +244,9 @@ class Device:
         told = [None if entropies_T is None else entropies_T[piece.start : piece.stop] for piece in batch.pieces]
         return logprobs, told
 
-    def _settle(self, shares: list[_Share], gradients: Gradients) -> list[_Share]:
+    def _settle(self, shares: list[Share], gradients: Gradients) -> list[Share]:
         """Bring each run's gradient into the run, or void it; return shares of which one is guilty of a bad sum."""
-        suspects: list[_Share] = []
+        suspects: list[Share] = []
         for share in shares:
             if share.error and share.trains:
                 share.run.make_void(share.work.seq_id, share.error)
@@ -270,91 +264,13 @@ class Device:
         return suspects
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """What one piece of a micro-batch came to: an error, or all the rest."""
-
-    error: str = ""
-    category: str = "user"
-    loss: Tensor | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    logprobs: np.ndarray | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Share:
-    """What one forward of a pass has come to so far."""
-
-    work: Work
-    error: str = ""
-    category: str = "user"
-    """Whose fault the error is."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    logprobs: list[np.ndarray | None] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.logprobs = [None] * len(self.message.data)
-        try:
-            self.run.weights()
-        except InvalidRequest as error:
-            self.error = str(error)
-
-    @property
-    def run(self) -> Run:
-        return self.work.run
-
-    @property
-    def message(self) -> ForwardBackward:
-        return cast(ForwardBackward, self.work.message)
-
-    @property
-    def trains(self) -> bool:
-        return self.work.kind == ForwardBackward.kind
-
-    def part(self, piece: Piece, logprobs: Tensor, entropies: Tensor | None = None) -> _Part:
-        """Return what one piece comes to; changes nothing, as others compute beside it."""
-        message = self.message
-        try:
-            loss = compute(message.loss_fn, logprobs, piece.inputs, message.loss_fn_config, piece.lengths)
-        except Exception as error:  # its own: the others' pass goes on
-            outcome = failed(self.work, error)
-            return _Part(error=outcome.error or "", category=outcome.category or "server")
-        values = logprobs.detach()
-        bad = _not_finite("log-probability", values, piece, values) or _not_finite(
-            "loss", loss.per_token.detach(), piece, values
-        )
-        if bad:
-            return _Part(error=bad)
-        metrics = loss.numbers()
-        if entropies is not None:
-            metrics["entropy:sum"] = float(entropies[piece.counts].sum(dtype=torch.float64))
-        return _Part(loss=loss.total, metrics=metrics, logprobs=values.cpu().numpy())
-
-    def take(self, piece: Piece, part: _Part) -> None:
-        """Take in what a piece came to; after an error nothing more."""
-        if self.error:
-            return
-        self.error, self.category = part.error, part.category
-        if part.logprobs is None:
-            return
-        merge(self.metrics, part.metrics)
-        for span in piece.spans:
-            self.logprobs[span.datum] = part.logprobs[span.start - piece.start : span.stop - piece.start]
-
-    def outcome(self) -> Outcome:
-        if self.error:
-            return Outcome(error=self.error, category=self.category)
-        arrays = [cast(np.ndarray, array) for array in self.logprobs]
-        return Outcome(result=codec.encode_forward_backward_output(arrays, self.metrics), content_type=PROTOBUF)
-
-
 def _segments(pieces: Sequence[Piece], adapters: Mapping[int, Adapter | None]) -> list[Segment]:
     """Whose tokens are whose, counted from the first of these pieces. A full run has no adapter."""
     first = pieces[0].start
     return [Segment(piece.start - first, piece.stop - first, adapters[piece.load]) for piece in pieces]
 
 
-def _gradients(parts: list[tuple[Run, _Part]]) -> Gradients:
+def _gradients(parts: list[tuple[Run, Part]]) -> Gradients:
     """Return the gradients of one micro-batch's finite losses; no tensor of a run gets a `.grad`."""
     losses = [(run, part.loss) for run, part in parts if part.loss is not None]
     if not losses:
@@ -383,20 +299,6 @@ def _fail(work: Work, outcome: Outcome) -> Outcome:
     if work.kind == ForwardBackward.kind:
         work.run.make_void(work.seq_id, outcome.error or "")
     return outcome
-
-
-def _not_finite(what: str, values: Tensor, piece: Piece, logprobs: Tensor) -> str:
-    """Say which value isn't finite, with what it was computed from; empty when all are."""
-    if bool(values.isfinite().all()):
-        return ""
-    at = tuple(int(index) for index in (~values.isfinite()).nonzero()[0])
-    datum, position = piece.locate(at[0])
-    column = f", target {at[1]}" if len(at) > 1 else ""
-    inputs = "".join(f", {name} {float(tensor[at])!r}" for name, tensor in piece.inputs.items())
-    return (
-        f"the {what} is not finite ({float(values[at])}) at data[{datum}], position {position}{column} "
-        f"(log-probability {float(logprobs[at])!r}{inputs}); nothing was accumulated"
-    )
 
 
 def _bad_gradient(run: Run, gradient: list[Tensor]) -> str:
