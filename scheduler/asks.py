@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from openrl.scheduler.resources import Action, Demand, Kind, Limit, Need, Pool, Workload
+from openrl.scheduler.resources import KINDS, Action, Demand, Kind, Limit, Need, Pool, Workload
 from openrl.scheduler.view import NO_DEMAND, View
 
 NO_LIMIT = Limit()
@@ -202,8 +202,7 @@ def _completes_a_gang(pool: Pool, view: View) -> bool:
     """Tell whether it is placed without demand of its own: a full run of which nothing has a place yet."""
     if not (pool.is_full and view.seen.has_claims):
         return False
-    kinds = ("trainer", "sampler")
-    both = [view.replicas.get(Pool(slug=pool.slug, base=pool.base, kind=kind), ()) for kind in kinds]  # type: ignore[arg-type]
+    both = [view.replicas.get(Pool(slug=pool.slug, base=pool.base, kind=kind), ()) for kind in KINDS]
     return not any(workload.phase != "Pending" for replicas in both for workload in replicas)
 
 

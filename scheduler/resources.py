@@ -16,6 +16,7 @@ from openrl.tasks import keys
 from openrl.tasks.schema import WORKLOAD
 
 Kind = Literal["trainer", "sampler"]
+ProcessPhase = Literal["pending", "running", "ended"]
 KINDS: tuple[Kind, ...] = ("trainer", "sampler")
 
 
@@ -99,7 +100,7 @@ class Process:
 
     pid: int = 0
     generation: int
-    phase: Literal["pending", "running", "ended"] = "running"
+    phase: ProcessPhase = "running"
     leaving: bool = False
     unschedulable: bool = False
     version: str = ""

@@ -108,12 +108,12 @@ class Simulation:
         while self._jobs and self._jobs[-1].at_s <= now:
             job = self._jobs.pop()
             slug = keys.pool_slug(job.name, job.need.owner, job.name) if job.full else job.name
-            pools = {"trainer": Pool(slug=slug, kind="trainer", base=job.name)}
+            pools: dict[Kind, Pool] = {"trainer": Pool(slug=slug, kind="trainer", base=job.name)}
             self._needs[pools["trainer"]] = job.need
             if job.full and job.sampler is not None:
                 pools["sampler"] = Pool(slug=slug, kind="sampler", base=job.name)
                 self._needs[pools["sampler"]] = job.sampler
-            self._running.append(_Running(job, pools, job.work_s))  # type: ignore[arg-type]
+            self._running.append(_Running(job, pools, job.work_s))
 
     def _work(self, now: float, step: float) -> None:
         """Let each job whose workers run do its share of the step."""

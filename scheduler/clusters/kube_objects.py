@@ -15,7 +15,7 @@ from typing import Any
 
 from openrl.scheduler.clusters.kube_api import CLAIMS, LEDGERS, PODS, WORKLOADS, Obj
 from openrl.scheduler.clusters.kube_settings import CONTAINER, KubeSettings
-from openrl.scheduler.resources import Claim, Need, Process, Seat, Workload
+from openrl.scheduler.resources import Claim, Need, Process, ProcessPhase, Seat, Workload
 
 PREFIX = "openrl.io/"
 MANAGED = f"{PREFIX}managed=true"
@@ -301,10 +301,10 @@ def process_value(pod: Obj) -> Process:
     """Return what runs, as a pod says it."""
     notes = pod["metadata"].get("annotations") or {}
     phase = pod.get("status", {}).get("phase", "Pending")
-    words = {"Pending": "pending", "Running": "running", "Unknown": "running"}
+    words: dict[str, ProcessPhase] = {"Pending": "pending", "Running": "running", "Unknown": "running"}
     return Process(
         generation=int(notes.get(f"{PREFIX}incarnation", 0)),
-        phase=words.get(phase, "ended"),  # type: ignore[arg-type]
+        phase=words.get(phase, "ended"),
         leaving="deletionTimestamp" in pod["metadata"],
         unschedulable=why_unschedulable(pod) != "",
         version=notes.get(f"{PREFIX}version", ""),
