@@ -26,7 +26,8 @@ if turn[2] then
   return ''
 end
 local owners, credit = waiting(), credits()
-if next_of(owners, credit, quantum(owners)) ~= owner then
+local share = quantum(owners)
+if next_of(owners, credit, share) ~= owner then
   return ''
 end
 local waited = math.max(0, now - tonumber(redis.call('ZSCORE', LINE, owner)))
@@ -34,7 +35,7 @@ local waited = math.max(0, now - tonumber(redis.call('ZSCORE', LINE, owner)))
 local token = whole(math.max(tonumber(turn[1] or 0) + 1, now))
 redis.call('ZREM', LINE, owner)
 redis.call('HDEL', SEEN, owner)
-keep(credit, owner, owners)
+keep(credit, owner, owners, share)
 redis.call('HSET', base, 'token', token, 'owner', owner, 'seat', seat, 'holder', ARGV[4], 'state', 'granted', 'granted', whole(now),
   'busy', 0, 'waited', whole(waited))
 redis.call('HINCRBY', base, 'turns', 1)

@@ -11,6 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+MOST_ABSENT = 10_000
+"""Owners that are remembered while they don't wait. Runs end, and their names never come again."""
+
 
 class DeficitRoundRobin:
     """Credits of the owners. One round gives each of them `quantum`; nobody saves up more than that."""
@@ -38,8 +41,17 @@ class DeficitRoundRobin:
         self._credit[owner] = self._credit.get(owner, self._quantum) - cost
 
     def forget_idle(self, waiting: Collection[str]) -> None:
-        """Drop the owners that neither wait nor owe anything. A debt outlives the owner's absence."""
-        self._credit = {owner: credit for owner, credit in self._credit.items() if owner in waiting or credit < 0}
+        """Drop the owners that don't wait and whose credit is whole, and of the others all but the MOST_ABSENT poorest.
+
+        What was used of a credit outlives the owner's absence like a debt: otherwise those who come and go would never
+        run out of it, no round would pass, and whoever owes would wait for ever.
+        """
+        absent = [owner for owner in self._credit if owner not in waiting]
+        forgotten = [owner for owner in absent if self._credit[owner] >= self._quantum]
+        if len(absent) - len(forgotten) > MOST_ABSENT:
+            forgotten = sorted(absent, key=self._credit.__getitem__)[MOST_ABSENT:]
+        for owner in forgotten:
+            del self._credit[owner]
 
     def _turn_rounds(self, rounds: int) -> None:
         """Let rounds pass: debts shrink, whether or not their owners wait just now."""

@@ -1,10 +1,12 @@
 """Deficit round-robin: shares, bounds, and no cost for whoever is alone."""
 
+import itertools
 import random
 
 import pytest
 
 from openrl.timeslice import DeficitRoundRobin
+from openrl.timeslice.fairness import MOST_ABSENT
 
 
 def served(fairness: DeficitRoundRobin, costs: dict[str, float], *, turns: int) -> dict[str, float]:
@@ -70,14 +72,41 @@ def test_nobody_saves_up_credit_by_waiting_elsewhere():
     assert abs(got["a"] - got["b"]) <= 20
 
 
-def test_an_owner_that_neither_waits_nor_owes_is_forgotten():
+def test_whoever_owes_is_served_although_others_come_and_go():
+    fairness, turns = DeficitRoundRobin(quantum=10), itertools.count(1)
+    fairness.charge("long", 110)
+    for short in itertools.cycle(["a", "b", "c"]):
+        if (chosen := fairness.next(["long", short])) == "long":
+            break
+        fairness.charge(chosen, 1)
+        fairness.forget_idle(["long"])
+        assert next(turns) <= 3 * 11 * 10, "the others have had as much, each of them"
+
+
+def test_an_owner_whose_credit_is_whole_and_who_does_not_wait_is_forgotten():
     fairness = DeficitRoundRobin(quantum=10)
-    fairness.next(["a", "b"])
+    fairness.next(["a", "b", "c"])
     fairness.charge("a", 50)
+    fairness.charge("c", 5)
     fairness.forget_idle(["b"])
-    assert set(fairness._credit) == {"a", "b"}
+    assert set(fairness._credit) == {"a", "b", "c"}
     fairness.forget_idle([])
-    assert set(fairness._credit) == {"a"}
+    assert set(fairness._credit) == {"a", "c"}
+    for _ in range(20):
+        fairness.charge(fairness.next(["d"]), 10)
+    fairness.forget_idle([])
+    assert set(fairness._credit) <= {"d"}, "rounds make every credit whole"
+
+
+def test_of_those_who_are_absent_the_poorest_are_remembered():
+    fairness = DeficitRoundRobin(quantum=10)
+    for number in range(MOST_ABSENT):
+        fairness.charge(f"run {number}", 2)
+    fairness.charge("richer", 1)
+    fairness.charge("poorer", 3)
+    fairness.forget_idle([])
+    assert len(fairness._credit) == MOST_ABSENT
+    assert "poorer" in fairness._credit and "richer" not in fairness._credit
 
 
 def test_a_quantum_that_is_not_positive_is_refused():

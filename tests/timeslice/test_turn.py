@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -209,6 +210,27 @@ def test_who_is_next_is_what_the_pure_arithmetic_says(client: redis.Redis, seed:
         ask(world, served)
         line.append(served)
         world.pass_us(1)
+
+
+def test_whoever_owes_is_served_although_others_come_and_go(world: World):
+    """Each of the others has used little of its credit when it leaves the line, and comes again a little later."""
+    token = ask(world, "long")
+    ask(world, "a")
+    for _ in range(3):
+        world.pass_us(SECOND)
+        ask(world, "a")
+    world.release(GPU, token)
+    for turns, (short, following) in enumerate(itertools.pairwise(itertools.cycle("abc")), 1):
+        if ask(world, "long") is not None:
+            break
+        token = ask(world, short)
+        assert token is not None
+        world.pass_us(SECOND // 20)
+        ask(world, following)
+        ask(world, "long")
+        world.release(GPU, token)
+        assert turns < 200, "three seconds each are 180 turns"
+    assert turns > 60, "what it owes it waits for"
 
 
 @pytest.mark.parametrize("name", ["", "two words", "new\nline", "x" * 201, "-first"])
