@@ -8,11 +8,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from openrl.app.opened import data_dir_option, json_option, opened
-from openrl.tasks import audit
+from openrl.tasks import audit, tables
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.store import translated
 from openrl.timeslice.errors import Refused
@@ -40,7 +39,7 @@ def accelerators(ctx: click.Context, as_json: bool, data_dir: Path | None) -> No
         click.echo("no accelerator was ever taken in turns here", err=True)
         return
     for table in (_turns(found), _switches(found)):
-        Console().print(table)
+        tables.show(table)
 
 
 @accelerators.command()

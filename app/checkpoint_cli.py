@@ -15,12 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from openrl.app.checkpoints import TTL_LEAST_S, TTL_MOST_S
 from openrl.app.opened import data_dir_option, json_option, opened
-from openrl.tasks import audit, keys
+from openrl.tasks import audit, keys, tables
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.registry import Checkpoint, Registry
 from openrl.tasks.store import Store
@@ -72,7 +71,7 @@ def list_checkpoints(tenant: str, run_id: str, as_json: bool, data_dir: Path | N
         ends = "-" if one.expires_at is None else _shown(one.expires_at)
         public = "yes" if one.public else "-"
         table.add_row(owner, one.uri, one.kind, f"{one.size_bytes:,}", _shown(one.created), ends, public)
-    Console().print(table)
+    tables.show(table)
 
 
 @checkpoints.command()

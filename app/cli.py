@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from openrl.app.opened import data_dir_option, json_option, opened
+from openrl.tasks import tables
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.tenants import DEFAULT_SCOPES, SCOPES, ApiKey, Tenants
 
@@ -46,7 +46,7 @@ def create(
     tenant: str, name: str, note: str, scopes: tuple[str, ...], expires: str, as_json: bool, data_dir: Path | None
 ) -> None:
     """Make a key and show it, this once."""
-    with _tenants(data_dir) as tenants:
+    with _tenants(data_dir, begins=True) as tenants:
         asked = [scope.strip() for part in scopes for scope in part.split(",")] or DEFAULT_SCOPES
         secret = tenants.create_key(tenant, name, note=note, scopes=asked, expires=_time("--expires", expires))
         made = tenants.look_up(secret)[0]
@@ -68,7 +68,7 @@ def list_keys(as_json: bool, data_dir: Path | None) -> None:
     for key in found:
         ends = "-" if key.expires is None else _shown(key.expires) + (" (over)" if key.expired else "")
         table.add_row(key.key_id, key.tenant, key.name, ",".join(key.scopes), _shown(key.created), ends, key.note)
-    Console().print(table)
+    tables.show(table)
 
 
 @keys.command()
@@ -138,6 +138,6 @@ def _duration(option: str, text: str) -> float:
 
 
 @contextmanager
-def _tenants(data_dir: Path | None) -> Iterator[Tenants]:
-    with opened("keys", data_dir) as store:
+def _tenants(data_dir: Path | None, *, begins: bool = False) -> Iterator[Tenants]:
+    with opened("keys", data_dir, begins=begins) as store:
         yield Tenants(store)

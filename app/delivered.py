@@ -13,8 +13,9 @@ from openrl.tasks.futures import Futures
 
 log = logging.getLogger(__name__)
 
-TOGETHER_S = 0.1
-"""Notes are written this often: nothing beside an hour, and some twenty times fewer writes while samples come in."""
+TOGETHER_S = 0.5
+"""Notes are written this often: nothing beside an hour, and each write makes the store sync its log, which a submission
+that comes meanwhile waits for."""
 
 AT_ONCE = 256
 """Notes of one write, so that none holds up the store."""

@@ -35,6 +35,7 @@ TABLE: tuple[tuple[type[Exception], int, str], ...] = (
     (errors.Gone, 410, "gone"),
     (errors.Overloaded, 429, "overloaded"),
     (errors.NotServed, 503, "not_served"),
+    (errors.DiskRefusal, 503, "disk_unavailable"),
     (errors.StoreUnavailable, 503, "store_unavailable"),
 )
 """Looked through in order: a class comes before its base."""

@@ -7,12 +7,13 @@ who it is, and each refusal by its status, so that an answer with any other stat
 from __future__ import annotations
 
 import html
+import threading
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
 from flask import Flask, Response, jsonify
-from flask_smorest import Api
+from flask_smorest import Api, Blueprint
 from marshmallow import fields
 
 from openrl.app import scopes
@@ -41,7 +42,7 @@ _NAMING = ("_id", "path", "model")
 
 
 class SmorestApi(Api):
-    """flask-smorest, whose errors are `openrl.app.errors`' and whose document is completed here."""
+    """flask-smorest, whose errors are `openrl.app.errors`' and whose document is written when somebody asks for it."""
 
     ERROR_SCHEMA = ErrorSchema
 
@@ -52,15 +53,31 @@ class SmorestApi(Api):
         """Begin the document."""
         super().init_app(app, **options)
         self.ma_plugin.converter.add_attribute_function(_constant)
+        self._writing, self._written = threading.Lock(), dict[str, Any]()
+
+    def register_blueprint(self, blp: Blueprint, **options: Any) -> None:
+        """Serve a blueprint; it is described later, which takes longer than all the rest of building an API."""
+        self._app.extensions["flask-smorest"]["blp_name_to_api"][blp.name] = self
+        self._app.register_blueprint(blp, **options)
+
+    def document(self) -> dict[str, Any]:
+        """Return the document, which must not be changed; every blueprint is there by now."""
+        with self._writing:
+            if not self._written:
+                for blp in self._app.blueprints.values():
+                    if isinstance(blp, Blueprint):
+                        blp.register_views_in_doc(self, self._app, self.spec, name=blp.name, parameters=None)
+                        self.spec.tag({"name": blp.name, "description": blp.description})
+                self._written = completed(self.spec.to_dict())
+            return self._written
 
 
 def register(app: Flask, api: SmorestApi, prefix: str) -> None:
-    """Serve the document and the page, once every blueprint is there."""
-    document = completed(api.spec.to_dict())
-    page = _page(document, f"{prefix}/openapi.json")
-    app.extensions[EXTENSION] = document
-    app.add_url_rule(f"{prefix}/openapi.json", "openapi.json", lambda: jsonify(document))
-    app.add_url_rule(f"{prefix}/docs", "docs", lambda: Response(page, mimetype="text/html"))
+    """Serve the document and the page."""
+    where = f"{prefix}/openapi.json"
+    app.extensions[EXTENSION] = api
+    app.add_url_rule(where, "openapi.json", lambda: jsonify(api.document()))
+    app.add_url_rule(f"{prefix}/docs", "docs", lambda: Response(_page(api.document(), where), mimetype="text/html"))
 
 
 def completed(spec: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from openrl.tasks import datadir, embedded, upgrade
-from openrl.tasks.errors import OpenRLError
+from openrl.tasks.errors import InvalidRequest, OpenRLError
 from openrl.tasks.settings import StoreSettings
 from openrl.tasks.store import Store
 
@@ -26,11 +26,14 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 
 @contextmanager
-def opened(command: str, data_dir: Path | None) -> Iterator[Store]:
-    """Yield the store of a service, running or not; one clear line and exit 2 where that or the work on it fails."""
+def opened(command: str, data_dir: Path | None, *, begins: bool = False) -> Iterator[Store]:
+    """Yield the store of a service, running or not; one clear line and exit 2 where that or the work on it fails.
+
+    `begins`: the command makes sense before a service was ever started, and may make its data directory.
+    """
     directory = datadir.resolve(data_dir)
     try:
-        with _redis_url(directory, named=data_dir is not None) as redis_url:
+        with _redis_url(directory, named=data_dir is not None, begins=begins) as redis_url:
             store = Store.connect(StoreSettings(redis_url=redis_url, data_dir=directory))
             try:
                 upgrade.check(store)
@@ -43,11 +46,16 @@ def opened(command: str, data_dir: Path | None) -> Iterator[Store]:
 
 
 @contextmanager
-def _redis_url(directory: Path, *, named: bool) -> Iterator[str]:
+def _redis_url(directory: Path, *, named: bool, begins: bool) -> Iterator[str]:
     """Yield the store's address: a named directory wins over the environment."""
     given = os.environ.get("OPENRL_REDIS_URL", "")
     if given and not (named and datadir.service(directory)):
         yield given
+    elif not (begins or embedded.is_kept(directory) or datadir.held(directory)):
+        raise InvalidRequest(
+            f"{directory} is no service's data directory: name it by --data-dir or OPENRL_DATA_DIR, or its store by "
+            "OPENRL_REDIS_URL"
+        )
     else:
         with embedded.running(directory) as redis_url:
             yield redis_url

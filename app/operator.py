@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
 from openrl.app.opened import data_dir_option, json_option, opened
 from openrl.tasks import audit as log
-from openrl.tasks import keys, walk
+from openrl.tasks import keys, tables, walk
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.quotas import NAMES, Quotas, Standing
 from openrl.tasks.store import Store
@@ -63,7 +62,7 @@ def show(tenant: str | None, as_json: bool, data_dir: Path | None) -> None:
             limit = getattr(standing.limits, name)
             own = "this tenant" if name in standing.own else "all"
             table.add_row(standing.tenant, name, f"{getattr(standing.use, name)}", f"{limit or 'none'}", own)
-    Console().print(table)
+    tables.show(table)
 
 
 def _limit_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -79,7 +78,7 @@ def _limit_options(command: Callable[..., None]) -> Callable[..., None]:
 @data_dir_option
 def set_quota(tenant: str, as_json: bool, data_dir: Path | None, **given: str | None) -> None:
     """Give a tenant quotas of its own, at once. N is a number, or one with k, M, G or T; 0 or none is no limit."""
-    with opened("quota", data_dir) as store:
+    with opened("quota", data_dir, begins=True) as store:
         asked = {name: _amount(name, text) for name, text in given.items() if text is not None}
         if not asked:
             raise InvalidRequest(f"say which: {', '.join('--' + name.replace('_', '-') for name in NAMES)}")
@@ -124,7 +123,7 @@ def usage(tenant: str | None, days: int, as_json: bool, data_dir: Path | None) -
     table = Table("tenant", "day", "run or session", *(column.replace("_", " ") for column in columns))
     for row in rows:
         table.add_row(*(str(row[name]) for name in ("tenant", "day", "run")), *(f"{row[name]:g}" for name in columns))
-    Console().print(table)
+    tables.show(table)
 
 
 @click.command()
@@ -152,7 +151,7 @@ def audit(tenant: str | None, day: str, event_type: str, unknown: bool, as_json:
     for row in sorted(found, key=lambda row: row["timestamp"]):
         details = ", ".join(f"{k}={v}" for k, v in row.items() if k not in ("tenant", "timestamp", "event"))
         table.add_row(row["timestamp"], row["tenant"], row["event"], details)
-    Console().print(table)
+    tables.show(table)
 
 
 def _told(standing: Standing) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from marshmallow import ValidationError, fields, validates_schema
 from openrl.app import checks, wire
 from openrl.app.context import base_model, check_base, model_of, registry, services, tenant
 from openrl.app.greenlets import off_loop
-from openrl.app.schemas import INT64_MAX, Flag, Number, PromiseSchema, Sent, Text, Whole, tag, unicode_only
+from openrl.app.schemas import INT64_MAX, Definite, Flag, PromiseSchema, Sent, Text, Whole, tag, unicode_only
 from openrl.tasks import keys
 from openrl.tasks.errors import InvalidRequest, shown
 from openrl.tasks.messages import Sample
@@ -69,9 +69,9 @@ class SamplingParamsSchema(Sent):
     max_tokens = Whole(load_default=None, least=-(2**31))
     seed = Whole(load_default=None, least=-(2**63), most=INT64_MAX)
     stop = fields.Raw(validate=unicode_only, metadata=_STOP)
-    temperature = Number(load_default=1.0)
+    temperature = Definite(load_default=1.0)
     top_k = Whole(load_default=-1, least=-(2**31))
-    top_p = Number(load_default=1.0)
+    top_p = Definite(load_default=1.0)
 
 
 class JoinSchema(Sent):

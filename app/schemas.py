@@ -24,6 +24,8 @@ INT64_MAX = 2**63 - 1
 MAX_METADATA_BYTES = 64 << 10
 MAX_LISTED = 1000
 
+OF_NULL = "must be a finite number; NaN and infinity are sent as null"
+
 _NAME_CHARS = 80
 """What is repeated of a field's name, which may be one that nobody knows."""
 
@@ -72,6 +74,23 @@ class Number(fields.Float):
         if type(value) not in (int, float) or not _is_finite(value):
             raise self.make_error("invalid")
         return float(value)
+
+
+class Definite(Number):
+    """A number that may be left out and not null: as null, every SDK sends a NaN or an infinity.
+
+    The document of /api/v1 calls it nullable, as it did when null was taken for absent.
+    """
+
+    def deserialize(self, value: Any, attr: str | None = None, data: Any = None, **options: Any) -> Any:
+        """Refuse null, and read a number.
+
+        Raises:
+            ValidationError: it is null, or no finite number.
+        """
+        if value is None:
+            raise ValidationError(OF_NULL)
+        return super().deserialize(value, attr, data, **options)
 
 
 class Flag(fields.Boolean):
@@ -146,7 +165,7 @@ class Sent(marshmallow.Schema):
     class Meta:
         unknown = RAISE
 
-    error_messages = {"unknown": "is unknown here; nothing was changed", "type": "must be an object"}
+    error_messages = {"unknown": "is unknown here", "type": "must be an object"}
 
     def on_bind_field(self, field_name: str, field_obj: fields.Field[Any]) -> None:
         """Give every field the same words for a missing value; an optional one may be null."""
@@ -160,11 +179,12 @@ class Sent(marshmallow.Schema):
         """Drop nulls of the fields we know."""
         if not isinstance(data, Mapping):
             return data
-        return {key: value for key, value in data.items() if value is not None or key not in self._names}
+        return {key: value for key, value in data.items() if value is not None or key not in self._nullable}
 
     @cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset(field.data_key or name for name, field in self.load_fields.items())
+    def _nullable(self) -> frozenset[str]:
+        found = self.load_fields.items()
+        return frozenset(field.data_key or name for name, field in found if not isinstance(field, Definite))
 
 
 class PageSchema(Sent):

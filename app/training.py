@@ -10,7 +10,7 @@ from marshmallow import ValidationError, fields, post_load, validates_schema
 
 from openrl.app import checks, wire
 from openrl.app.greenlets import off_loop
-from openrl.app.schemas import BINARY, Number, PromiseSchema, Sent, Text, Whole, tag
+from openrl.app.schemas import BINARY, Definite, PromiseSchema, Sent, Text, Whole, tag
 from openrl.app.submission import Submission, consumes_its_key, enqueue, own_run_and_model, submit
 from openrl.tasks.errors import shown
 from openrl.tasks.journal import Promise
@@ -26,12 +26,12 @@ blp = wire.Blueprint("training", __name__, description="Runs: feed, step.")
 class AdamParamsSchema(Sent):
     """One AdamW step's parameters; absent ones are Tinker's."""
 
-    learning_rate = Number()
-    beta1 = Number()
-    beta2 = Number()
-    eps = Number()
-    weight_decay = Number()
-    grad_clip_norm = Number()
+    learning_rate = Definite()
+    beta1 = Definite()
+    beta2 = Definite()
+    eps = Definite()
+    weight_decay = Definite()
+    grad_clip_norm = Definite()
 
 
 class OptimStepSchema(Sent):

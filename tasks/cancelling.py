@@ -41,7 +41,7 @@ class Cancelling:
         for member in sorted(self._store.redis.smembers(keys.TENANTS)):
             if self._store.redis.exists(key(member.decode(), name)):
                 return str(member.decode())
-        raise NotFound(f"no run or sampler {shown(name)}")
+        raise NotFound(f"no run or sampler {shown(name)}; `openrl usage` has those that did something")
 
     def cancel(self, tenant: str, request_id: str, reason: str = BY_CLIENT) -> Answer:
         """Cancel one operation or sample of this tenant. One that has ended stays as it is.

@@ -62,9 +62,14 @@ def url(data_dir: Path) -> str:
     return f"unix://{socket_path(data_dir)}"
 
 
+def is_kept(data_dir: Path) -> bool:
+    """Tell whether the directory has a store of its own, running or not."""
+    return _home(data_dir).is_dir()
+
+
 def command(data_dir: Path) -> list[str]:
     """Return the command line that runs the directory's store in the foreground."""
-    home = data_dir / "store"
+    home = _home(data_dir)
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     return [
         sys.executable, "-m", "openrl.tasks.embedded",
@@ -82,6 +87,10 @@ def command(data_dir: Path) -> list[str]:
         "--maxmemory-policy", "noeviction",
         "--maxmemory", str(max_memory()),
     ]  # fmt: skip
+
+
+def _home(data_dir: Path) -> Path:
+    return data_dir / "store"
 
 
 def max_memory(cgroup_limit: Path = CGROUP_LIMIT) -> int:

@@ -101,5 +101,6 @@ SAMPLE = Schema(noun="sample", migrations={UNNUMBERED: _as_it_is})
 WORKLOAD = Schema(noun="workload", number=2, migrations={UNNUMBERED: _as_it_is, 1: _at_a_claim})
 """2: its place is the claim of its name, no longer the accelerator of an index."""
 PROCESS = Schema(noun="process", migrations={UNNUMBERED: _as_it_is})
+SCHEDULER = Schema(noun="scheduler's settings")
 SERVICE = Schema(noun="service.json", migrations={UNNUMBERED: _as_it_is})
 MANIFEST = Schema(noun="manifest", number=2, migrations={1: _as_it_is})

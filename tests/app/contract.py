@@ -39,7 +39,7 @@ def current() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as nowhere:
         settings = StoreSettings(redis_url=f"unix://{nowhere}/store.sock", data_dir=Path(nowhere))
         app = create_app(AppSettings(), store=Store.connect(settings))
-    found: dict[str, Any] = json.loads(json.dumps(app.extensions[EXTENSION]))
+    found: dict[str, Any] = json.loads(json.dumps(app.extensions[EXTENSION].document()))
     return found
 
 

@@ -52,7 +52,7 @@ def is_refused(answer: TestResponse, *words: str) -> None:
     assert answer.status_code == 503, answer.text
     message = answer.get_json()["error"]["message"]
     assert all(word in message for word in words), message
-    assert answer.get_json()["error"]["code"] == "store_unavailable" and answer.headers["Retry-After"]
+    assert answer.get_json()["error"]["code"] == "disk_unavailable" and answer.headers["Retry-After"]
 
 
 def test_a_disk_with_little_left_takes_in_nothing_and_finishes_what_it_has(

@@ -124,7 +124,7 @@ def test_a_held_poll_answers_as_soon_as_the_operation_ends(patient: Api, worker:
     time.sleep(0.2)
     assert not answers
     worker.step({"create_model": Outcome(result=json.dumps({"model_id": run}).encode())})
-    poll.join(5)
+    poll.join(60)
     assert patient.ok(answers[0]) == {"model_id": run}
     patient.services.close()
 
@@ -138,7 +138,7 @@ def test_a_process_that_leaves_answers_its_polls_at_once(patient: Api) -> None:
     time.sleep(0.2)
     patient.services.polls.release()
     for poll in polls:
-        poll.join(5)
+        poll.join(60)
     assert [answer.status_code for answer in answers] == [408] * 3
     assert patient.poll(f"{run}:0").status_code == 408
     patient.services.close()

@@ -35,6 +35,17 @@ def said(result: Result) -> Any:
     return json.loads(result.stdout)
 
 
+@pytest.mark.parametrize("words", [(usage,), (audit,), (quota, "show"), (keys_command, "list")])
+def test_a_directory_that_is_no_services_is_refused_and_not_made(
+    words: tuple[click.Command, *tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPENRL_REDIS_URL", raising=False)
+    command, *rest = words
+    result = CliRunner().invoke(command, [*rest, "--data-dir", str(tmp_path / "misspelt")])
+    assert result.exit_code == 2 and f"{tmp_path / 'misspelt'} is no service's data directory" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_quotas_are_set_shown_and_taken_back(openrl, store: Store) -> None:
     Quotas(store).publish(Amounts(runs=9))
     words = ("--runs", "3", "--stored-bytes", "20G", "--tokens-per-minute", "100k", "--operations", "none")

@@ -184,6 +184,8 @@ def test_a_body_over_a_cap_is_a_413_that_still_uses_up_its_number(store: Store, 
     [
         ({"learning_rate": NAN}, ["adam_params.learning_rate", "finite"]),
         ({"learning_rate": float("inf")}, ["adam_params.learning_rate", "finite"]),
+        ({"learning_rate": None}, ["adam_params.learning_rate = None", "NaN"]),
+        ({"grad_clip_norm": None}, ["adam_params.grad_clip_norm = None", "NaN"]),
         ({"learning_rate": 10**400}, ["adam_params.learning_rate", "finite"]),
         ({"learning_rate": "1e-4"}, ["adam_params.learning_rate", "'1e-4'"]),
         ({"learning_rate": -1}, ["adam_params.learning_rate", "-1"]),

@@ -39,7 +39,7 @@ def lasting(store: Store) -> Iterator[Api]:
 
 
 def eventually(true: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not true() and time.monotonic() < deadline:
         time.sleep(0.02)
     return true()

@@ -157,6 +157,8 @@ def test_a_sample_comes_back_as_protobuf_or_json(api: Api, jobs) -> None:
         ({"num_samples": 10**6}, ["num_samples"]),
         ({"params": {"temperature": -1}}, ["sampling_params.temperature", "-1"]),
         ({"params": {"temperature": float("nan")}}, ["sampling_params.temperature"]),
+        ({"params": {"temperature": None}}, ["sampling_params.temperature = None", "null"]),
+        ({"params": {"top_p": None}}, ["sampling_params.top_p", "null"]),
         ({"params": {"top_p": 0}}, ["sampling_params.top_p"]),
         ({"params": {"top_p": 1.5}}, ["sampling_params.top_p"]),
         ({"params": {"top_k": 0}}, ["sampling_params.top_k"]),

@@ -45,12 +45,22 @@ def fetch(name: str, directory: Path, source: Path | None) -> None:
     if directory.exists() and any(directory.iterdir()):
         raise click.ClickException(f"{directory} holds something else; name an empty or a new directory")
     transformers = _transformers()
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    _check_writable(directory)
     with tempfile.TemporaryDirectory(prefix="openrl-fetch-") as scratch:
         gguf = _unpack(source or _download(Path(scratch)), Path(scratch))
         click.echo(f"{name}: converting to safetensors")
         _convert(transformers, gguf, directory)
     click.echo(f"{name}: ready, {directory}")
+
+
+def _check_writable(directory: Path) -> None:
+    """Refuse a directory that can't be made before anything is fetched for it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory.parent), tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise click.ClickException(f"cannot write to {directory}: {error.strerror or error}") from error
 
 
 def _transformers() -> ModuleType:
