@@ -16,7 +16,7 @@ from pathlib import Path
 
 from celery.beat import Service
 
-from openrl.scheduler import metrics
+from openrl.scheduler import metrics, told
 from openrl.scheduler.needs import Budget
 from openrl.scheduler.reconcile import SCHEDULE, Reconciler, SchedulerTask, reconcile
 from openrl.scheduler.resources import Cluster
@@ -108,7 +108,8 @@ def main() -> int:
     """Serve the queue `control` until SIGTERM or SIGINT. Returns the exit status, 2 where it refuses to start."""
     die_with_parent()
     try:
-        settings, own = StoreSettings.from_env(), SchedulerSettings.from_env(os.environ)
+        environ = told.Noted(os.environ)
+        settings, own = StoreSettings.from_env(), SchedulerSettings.from_env(environ)
     except ValueError as nonsense:
         sys.stderr.write(f"openrl.scheduler: {nonsense}\n")
         return 2
@@ -116,7 +117,8 @@ def main() -> int:
     try:
         upgrade.check(store)
         cluster, version = _cluster(store, own)
-        budget = Budget.from_env(os.environ)
+        budget = Budget.from_env(environ)
+        told.keep(store, environ.told)
     except (OtherVersion, ValueError) as refused:
         sys.stderr.write(f"openrl.scheduler: {refused}\n")
         return 2

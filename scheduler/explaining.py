@@ -29,6 +29,7 @@ class Row:
     claim: str
     node: str
     owner: str
+    priority: int
     waiting: int
     oldest_s: float
     reason: str
@@ -98,6 +99,7 @@ def _row(workload: Workload, snapshot: Snapshot, claims: Mapping[str, Claim], wa
         claim=workload.claim or "",
         node=(claim.node if claim else None) or "",
         owner=workload.need.owner,
+        priority=workload.need.priority,
         waiting=demand.depth,
         oldest_s=round(demand.oldest_s, 1),
         reason=waits.get(workload.name) or workload.reason,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from openrl.scheduler.priorities import Priorities
 from openrl.scheduler.resources import Need, Pool
 from openrl.scheduler.shape import Shape
 from openrl.scheduler.sizing import Size, full_trainer, lora_trainer, sampler, vllm_sampler
@@ -54,9 +55,11 @@ class Budget:
     versions: int = 16
     """OPENRL_SAMPLER_VERSIONS: adapters that a sampler keeps."""
     vllm: bool = False
-    """OPENRL_SAMPLER_ENGINE=vllm: samplers of base models run on it. It takes no turns."""
+    """OPENRL_SAMPLER_ENGINE=vllm: samplers of base models run on it."""
     full_vllm: bool = False
     """OPENRL_SAMPLER_FULL_ENGINE=vllm: so do those of full runs."""
+    vllm_sleeps: bool = False
+    """OPENRL_SAMPLER_BETWEEN_TURNS=sleeps: vLLM takes turns with others; else it has its accelerator alone."""
     loras: int = 8
     """OPENRL_SAMPLER_MAX_LORAS: places for adapters that vLLM makes on the device."""
     cpu_loras: int = 32
@@ -79,6 +82,7 @@ class Budget:
             versions=_integer(environ, "OPENRL_SAMPLER_VERSIONS", 16),
             vllm=environ.get("OPENRL_SAMPLER_ENGINE", "") == "vllm",
             full_vllm=environ.get("OPENRL_SAMPLER_FULL_ENGINE", "") == "vllm",
+            vllm_sleeps=environ.get("OPENRL_SAMPLER_BETWEEN_TURNS", "") == "sleeps",
             loras=_integer(environ, "OPENRL_SAMPLER_MAX_LORAS", 8),
             cpu_loras=_integer(environ, "OPENRL_SAMPLER_MAX_CPU_LORAS", 32),
             lora_rank=_integer(environ, "OPENRL_SAMPLER_MAX_LORA_RANK", 64),
@@ -92,10 +96,11 @@ class Budget:
 
 
 class Needs:
-    """Sizes of workers, each model's config read once."""
+    """Sizes of workers, each model's config read once, and who comes first."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, priorities: Priorities | None = None) -> None:
         self._budget = budget
+        self._priorities = priorities or Priorities()
         self._shapes: dict[str, Shape | str] = {}
 
     def of(self, pools: Iterable[Pool], models: Iterable[BaseModel], owners: Mapping[str, str]) -> dict[Pool, Need]:
@@ -112,7 +117,8 @@ class Needs:
         if budget.is_vllm(pool):
             loras, cpu_loras = (0, 0) if pool.is_full else (budget.loras, budget.cpu_loras)
             return vllm_sampler(shape, dtype=budget.dtype, longest=model.max_context, share=budget.vllm_share,
-                                rank=budget.lora_rank, loras=loras, cpu_loras=cpu_loras)  # fmt: skip
+                                rank=budget.lora_rank, loras=loras, cpu_loras=cpu_loras,
+                                sleeps=budget.vllm_sleeps)  # fmt: skip
         if pool.kind == "sampler":
             versions = 0 if pool.is_full else budget.versions
             return sampler(shape, dtype=budget.dtype, kv_tokens=budget.kv_tokens, rank=budget.rank, versions=versions)
@@ -124,12 +130,19 @@ class Needs:
 
     def _need(self, pool: Pool, model: BaseModel, owners: Mapping[str, str]) -> Need:
         owner, size = owners.get(pool.slug, ""), self.size(pool, model)
-        alone = self._budget.is_vllm(pool) and not self._budget.only_one
+        priority = self._priorities.of(owner, model.name)
+        alone = self._budget.is_vllm(pool) and not (self._budget.only_one or self._budget.vllm_sleeps)
         if isinstance(size, str):
-            return Need(owner=owner, words=size, exclusive=alone)
+            return Need(owner=owner, words=size, exclusive=alone, priority=priority)
         return Need(
-            device_bytes=size.device_bytes, host_bytes=size.host_bytes, exclusive=alone, owner=owner, words=size.words
+            device_bytes=size.device_bytes, host_bytes=size.host_bytes, exclusive=alone, priority=priority, owner=owner,
+            words=size.words,
         )  # fmt: skip
+
+    def ranks(self, pools: Iterable[Pool], owners: Mapping[str, str]) -> dict[Pool, Need]:
+        """Return whose workers have a number, where sizes don't matter."""
+        ranked = {pool: self._priorities.of(owners.get(pool.slug, ""), pool.base) for pool in pools}
+        return {pool: Need(owner=owners.get(pool.slug, ""), priority=rank) for pool, rank in ranked.items() if rank}
 
     def _shape(self, model: BaseModel) -> Shape | str:
         if model.path not in self._shapes:

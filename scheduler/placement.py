@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from openrl.scheduler.asks import Ask, Member, Queue, released
 from openrl.scheduler.coming import Coming
+from openrl.scheduler.exchange import Found, rearranged
 from openrl.scheduler.resources import UNCLAIMED, Action, Claim, Phase
 from openrl.scheduler.room import Room, Spot, Taken
 from openrl.scheduler.sizes import in_words as _size
@@ -50,13 +51,14 @@ class Placer:
 
     def place(self, queue: Queue) -> Placed:
         """Give each ask its places, or say why it has none."""
-        unmet = []
+        unmet: list[Ask] = []
+        found: list[Found] = []
         for ask in queue:
             if reason := queue.beyond_limit(ask):
                 self._placed.waiting.append((ask, reason))
-            elif spots := self._find(ask):
+            elif taken := self._find(ask):
                 queue.given(ask)
-                (self._move if ask.standing else self._give)(ask, spots)
+                found.append(Found(ask, taken))
             elif ask.standing:
                 self._keep(ask)
                 reason = f"{ask.standing} can't be allocated yet: no device is free for it"
@@ -64,31 +66,30 @@ class Placer:
             else:
                 unmet.append(ask)
                 self._keep(ask)
+        if self._room.packs and unmet and found:
+            found, unmet = rearranged(found, unmet, self._room, self._view.policy)
+        for each in found:
+            (self._move if each.ask.standing else self._give)(each.ask, each.spots)
         self._stand(unmet)
         return self._placed
 
     # Places that are there
 
-    def _find(self, ask: Ask) -> list[Spot]:
-        """Return a spot for each member, and count them taken; empty where not all have one."""
+    def _find(self, ask: Ask) -> list[Taken]:
+        """Count a spot for each member as taken; empty where not all have one."""
         if len(ask.members) == 1:
-            [member] = ask.members
-            spot = self._room.find(member.kind, member.need, claims_only=bool(ask.standing), avoids=member.avoids)
-            if spot is None:
-                return []
-            self._room.take(spot, member.need)
-            return [spot]
+            return self._try(ask.members, claims_only=bool(ask.standing))
         self._room.trying()
         try:
             for order in _orders(ask.members):
-                if spots := self._try(order, claims_only=bool(ask.standing)):
-                    by_name = dict(zip([member.name for member in order], spots, strict=True))
+                if taken := self._try(order, claims_only=bool(ask.standing)):
+                    by_name = dict(zip([member.name for member in order], taken, strict=True))
                     return [by_name[member.name] for member in ask.members]
         finally:
             self._room.tried()
         return []
 
-    def _try(self, members: Iterable[Member], *, claims_only: bool) -> list[Spot]:
+    def _try(self, members: Iterable[Member], *, claims_only: bool) -> list[Taken]:
         taken: list[Taken] = []
         for member in members:
             spot = self._room.find(member.kind, member.need, claims_only=claims_only, avoids=member.avoids)
@@ -97,14 +98,15 @@ class Placer:
                     self._room.undo(each)
                 return []
             taken.append(self._room.take(spot, member.need))
-        return [each.spot for each in taken]
+        return taken
 
     def _give(self, ask: Ask, spots: list[Spot]) -> None:
         """Say what gives each member its place: a new claim for a device that has none, then the worker itself."""
         started: set[int] = set()
         for member, spot in sorted(zip(ask.members, spots, strict=True), key=lambda pair: not pair[0].asked):
             if spot.claim is None:
-                spot.claim = self._claim(member, f"a device of {_size(spot.device_bytes)} is free on {spot.node}")
+                why = f"a device of {_size(spot.device_bytes)} is free on {spot.node}"
+                spot.claim = self._claim(member, why, needed=self._together(spot.sizes))
             sleeps = not member.asked and (spot.claim.is_allocated or spot.index in started)
             where = f"{spot.claim.name} on {spot.node}" if not spot.claim.fixed else spot.claim.name
             self._seat(ask, member, spot.claim, where, phase="Reserved" if sleeps else "Placing")
@@ -165,19 +167,24 @@ class Placer:
 
     def _stand_for(self, ask: Ask, coming: Coming) -> None:
         shared = coming.fits_one(ask)
+        sizes = [member.need.device_bytes for member in ask.members]
+        needed = self._together(sizes) if shared else max(sizes)
         claims: list[Claim] = []
         for member in ask.members:
             if not claims or not shared:
-                claims.append(self._claim(member, "no device is free for it: the cluster has to grow", ask=ask))
+                claims.append(self._claim(member, "no device is free for it: the cluster has to grow", needed=needed))
             phase: Phase = "Placing" if member.asked or not shared or member is ask.members[0] else "Reserved"
             self._seat(ask, member, claims[-1], f"{claims[-1].name}, which has to be allocated", phase=phase)
         self._placed.standing.append(ask)
         for number, claim in enumerate(claims):
             coming.add(claim, ask.members if shared else ask.members[number : number + 1])
 
-    def _claim(self, member: Member, why: str, *, ask: Ask | None = None) -> Claim:
-        """Make a claim that the member's device, or both of a gang's, fits."""
-        needed = max(each.need.device_bytes for each in (ask.members if ask else (member,)))
+    def _together(self, sizes: list[int]) -> int:
+        """Return what workers in turns need of a device: the largest, beside the little that the others leave."""
+        return max(sizes) + self._view.policy.residue_bytes * (len(sizes) - 1)
+
+    def _claim(self, member: Member, why: str, *, needed: int) -> Claim:
+        """Make a claim on a device of at least `needed` bytes."""
         tiers = tuple(size for size in self._view.policy.tiers if size >= needed)
         claim = Claim(name=self._name(member), device_bytes=needed, tiers=tiers, since=self._view.now)
         self._placed.actions.append(Action(verb="claim", claim=claim, reason=f"for {member.name}: {why}"))

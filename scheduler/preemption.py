@@ -95,4 +95,4 @@ def _enough(member: Member, spot: Spot, idle: list[_Idle], future: Room, priorit
 
 def _stop(idle: _Idle, ask: Ask) -> Action:
     reason = f"idle for {idle.idle_s:.0f} s, and gives way to {ask.name}, which waits"
-    return Action(verb="stop", workload=idle.workload, reason=reason)
+    return Action(verb="stop", workload=idle.workload, reason=reason, gives_way_to=ask.name)

@@ -104,7 +104,7 @@ class Reconciler:
         """
         self._store = store
         self._policy = settings.policy(version=version)
-        self._needs = Needs(budget or Budget())
+        self._needs = Needs(budget or Budget(), settings.priorities)
         self._settings = settings
         self._clock = clock
         self._registry = Registry(store)
@@ -156,9 +156,12 @@ class Reconciler:
 
     def _sizes(self, seen: Seen, asked: Iterable[Pool], models: Sequence[BaseModel]) -> dict[Pool, Need]:
         """Return what workers need, where that matters: the size of accelerators is known, or can be asked for."""
-        if not (seen.can_claim or any(claim.device_bytes for claim in seen.claims)):
+        if not seen.has_claims:
             return {}
-        return self._needs.of(asked, models, demand.owners(self._journal, models))
+        owners = demand.owners(self._journal, models)
+        if not (seen.can_claim or any(claim.device_bytes for claim in seen.claims)):
+            return self._needs.ranks(asked, owners)
+        return self._needs.of(asked, models, owners)
 
     def _note_look(self) -> None:
         """Note that the store answers; after a long break, watching begins anew."""

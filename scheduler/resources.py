@@ -363,6 +363,8 @@ class Action:
     after: Workload | None = None
     claim: Claim | None = None
     """For claim and drop what they are about; for a start or place in a seat, that claim as it was seen."""
+    gives_way_to: str = ""
+    """Of a stop: the worker that waits and is to have the place; "" where it ends for its own sake."""
 
     @property
     def name(self) -> str:

@@ -35,7 +35,8 @@ class Spot:
     """None for a device that a new claim would be allocated on."""
     seats: int = 0
     exclusive: bool = False
-    largest: int = 0
+    sizes: list[int] = field(default_factory=list)
+    """What each of its workers has on the device in its turn."""
     host_bytes: int = 0
     """What its workers park, all together."""
     key: Key = (0.0, 0, 0)
@@ -44,6 +45,11 @@ class Spot:
     def is_empty(self) -> bool:
         """Tell whether nobody has it."""
         return not self.seats
+
+    @property
+    def largest(self) -> int:
+        """Return the most that one of its workers has on the device."""
+        return max(self.sizes, default=0)
 
     @property
     def is_fixed(self) -> bool:
@@ -71,12 +77,10 @@ class _NodeRoom:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a `take` changed, for `undo`."""
+    """A worker that was counted at a spot, for `undo`."""
 
     spot: Spot
     need: Need
-    largest: int
-    exclusive: bool
 
 
 class Room:
@@ -167,24 +171,24 @@ class Room:
 
     def take(self, spot: Spot, need: Need) -> Taken:
         """Count a worker at the spot."""
-        taken = Taken(spot, need, spot.largest, spot.exclusive)
         self._change(spot, seats=1, host_bytes=need.host_bytes)
-        spot.largest = max(spot.largest, need.device_bytes)
+        spot.sizes.append(need.device_bytes)
         spot.exclusive = spot.exclusive or need.exclusive
-        return taken
+        return Taken(spot, need)
 
     def undo(self, taken: Taken) -> None:
-        """Count the worker out again; only the last one that was counted."""
-        taken.spot.largest, taken.spot.exclusive = taken.largest, taken.exclusive
+        """Count the worker out again."""
+        taken.spot.sizes.remove(taken.need.device_bytes)
+        # Who is exclusive is alone.
+        taken.spot.exclusive = False
         self._change(taken.spot, seats=-1, host_bytes=-taken.need.host_bytes)
 
     def leave(self, spot: Spot, seats: Iterable[Seat]) -> None:
         """Count out seats that are going to be free, and remember nothing that was refused before."""
         for seat in seats:
             self._change(spot, seats=-1, host_bytes=-seat.host_bytes)
+            spot.sizes.remove(seat.device_bytes)
             spot.exclusive = spot.exclusive and not seat.exclusive
-        if spot.is_empty:
-            spot.largest = 0
         self._refused.clear()
 
     def add_node(self, node: Node, claim: Claim) -> None:
@@ -210,6 +214,29 @@ class Room:
         for room in self._nodes.values():
             if not room.closed:
                 yield from room.spots
+
+    @property
+    def packs(self) -> bool:
+        """Tell whether memory is put to use as well as it can be, rather than workers spread."""
+        return self._policy.strategy == "binpack" and not self._has_fixed
+
+    def roomiest(self) -> list[str]:
+        """Return the open nodes, those with the most memory left first."""
+        rooms = [room for room in self._nodes.values() if room.spots and not room.closed]
+        return [room.node.name for room in sorted(rooms, key=lambda room: (-room.left, room.node.name))]
+
+    def node(self, name: str) -> tuple[Node, float, list[Spot]]:
+        """Return a node, what is left of its memory, and its accelerators."""
+        room = self._nodes[name]
+        return room.node, room.left, room.spots
+
+    def at(self, index: int) -> Spot:
+        """Return the spot of an index."""
+        return self._spots[index]
+
+    def forget_refusals(self) -> None:
+        """Remember nothing that was refused before: places were exchanged."""
+        self._refused.clear()
 
     def spot_of(self, claim: str) -> Spot | None:
         """Return the spot of an allocated claim."""
@@ -263,7 +290,7 @@ class Room:
     def _add(self, name: str, node: str, size: int, claim: Claim | None, seats: tuple[Seat, ...]) -> Spot:
         spot = Spot(len(self._spots), name, node, float(size or math.inf), claim, seats=len(seats))
         spot.exclusive = any(seat.exclusive for seat in seats)
-        spot.largest = max((seat.device_bytes for seat in seats), default=0)
+        spot.sizes = [seat.device_bytes for seat in seats]
         spot.host_bytes = sum(seat.host_bytes for seat in seats)
         room = self._nodes[node]
         self._spots.append(spot)
@@ -272,13 +299,12 @@ class Room:
         return spot
 
     def _first(self, empty: bool, kind: Kind, need: Need, *, claims_only: bool, avoids: str) -> Spot | None:
-        packs = self._policy.strategy == "binpack" and not self._has_fixed
         for size in self._sizes(empty, need):
             shelf = self._shelves[empty, size]
-            begin = bisect_left(shelf, (float(need.host_bytes), -1 << 60, 0)) if packs else 0
+            begin = bisect_left(shelf, (float(need.host_bytes), -1 << 60, 0)) if self.packs else 0
             for position in range(begin, len(shelf)):
                 spot = self._spots[shelf[position][2]]
-                if (claims_only and spot.claim is None) or (avoids and spot.node == avoids):
+                if (claims_only and spot.claim is None and spot.is_empty) or (avoids and spot.node == avoids):
                     continue
                 if self.admits(spot, kind, need):
                     return spot
@@ -339,8 +365,9 @@ def _would_do(spot: Spot, node: Node, need: Need) -> bool:
 
 def _without(spot: Spot, seats: Sequence[Seat]) -> Spot:
     """Return the spot as it is once these seats of it are free."""
-    after = replace(spot, seats=spot.seats - len(seats))
+    after = replace(spot, seats=spot.seats - len(seats), sizes=list(spot.sizes))
+    for seat in seats:
+        after.sizes.remove(seat.device_bytes)
     after.host_bytes -= sum(seat.host_bytes for seat in seats)
     after.exclusive = spot.exclusive and not any(seat.exclusive for seat in seats)
-    after.largest = spot.largest if after.seats else 0
     return after

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from openrl.scheduler.priorities import Priorities
 from openrl.scheduler.resources import Limit, Policy, Strategy
 from openrl.tasks.process import api_processes
 
@@ -67,6 +68,16 @@ class SchedulerSettings:
     """OPENRL_TENANT_WORKERS: tenant=number, separated by commas: how many workers of full runs a tenant may have at
     once. One that isn't named has no bound, but its share when others wait too."""
 
+    priorities: Priorities = field(default_factory=Priorities)
+    """OPENRL_TENANT_PRIORITY: tenant=number, separated by commas, -1000 to 1000: the workers of a tenant's own full
+    runs are placed before those of a lower one, and idle workers of a lower one or the same give way to them. Nobody
+    who computes is stopped. OPENRL_MODEL_PRIORITY: model=number, likewise, for the workers of a base model; a tenant's
+    number comes first. 0 where neither is named."""
+
+    tier_host_bytes: int = 0
+    """OPENRL_TIER_HOST_GIB: memory that a node which an autoscaler adds has for each of its accelerators, so that no
+    more workers wait for one than it will have room for. 0: not known, and bounds nothing. No effect on one machine."""
+
     tiers: tuple[int, ...] = ()
     """OPENRL_TIERS_GIB: sizes of accelerator that claims ask for, ascending, separated by commas: the smallest that
     suffices is preferred. Empty asks for any that suffices. It has no effect on one machine."""
@@ -111,6 +122,8 @@ class SchedulerSettings:
             raise ValueError("OPENRL_SAMPLER_REPLICAS must be at least 1")
         if min(self.tenant_seats.values(), default=0) < 0:
             raise ValueError("OPENRL_TENANT_WORKERS: a number must be 0 or more")
+        if self.tier_host_bytes < 0:
+            raise ValueError("OPENRL_TIER_HOST_GIB must be 0 (not known) or more")
         if list(self.tiers) != sorted(set(self.tiers)) or min(self.tiers, default=1) <= 0:
             raise ValueError("OPENRL_TIERS_GIB must name sizes above 0, ascending")
         if self.version_last < 1:
@@ -136,6 +149,7 @@ class SchedulerSettings:
             strategy=self.strategy,
             idle_timeout_s=self.idle_timeout_s,
             tiers=self.tiers,
+            tier_host_bytes=self.tier_host_bytes,
             residue_bytes=RESIDUE_BYTES,
             sampler_replicas=self.sampler_replicas,
             limits={tenant: Limit(seats=seats) for tenant, seats in self.tenant_seats.items()},
@@ -156,6 +170,8 @@ class SchedulerSettings:
             strategy=environ.get("OPENRL_STRATEGY") or "spread",  # type: ignore[arg-type]  # checked as it is made
             sampler_replicas=int(_number(environ, "OPENRL_SAMPLER_REPLICAS", 1)),
             tenant_seats=_seats(environ.get("OPENRL_TENANT_WORKERS", "")),
+            priorities=Priorities.from_env(environ),
+            tier_host_bytes=int(_number(environ, "OPENRL_TIER_HOST_GIB", 0) * (1 << 30)),
             tiers=_tiers(environ.get("OPENRL_TIERS_GIB", "")),
             beat_dir=environ.get("OPENRL_BEAT_DIR", ""),
             metrics_port=int(_number(environ, "OPENRL_METRICS_PORT", 0)),

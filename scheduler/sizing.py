@@ -129,11 +129,11 @@ def sampler(shape: Shape, *, dtype: str, kv_tokens: int, rank: int = 0, versions
 
 
 def vllm_sampler(
-    shape: Shape, *, dtype: str, longest: int, share: float, rank: int, loras: int, cpu_loras: int
+    shape: Shape, *, dtype: str, longest: int, share: float, rank: int, loras: int, cpu_loras: int, sleeps: bool = False
 ) -> Size:
     """Size a sampler that is vLLM by the least device that it starts on: one sequence of `longest` tokens has room.
 
-    It takes `share` of any device. It is never parked, so memory has no copy of it.
+    It takes `share` of any device. If it `sleeps`, its weights and places lie in host memory meanwhile.
     """
     width = DTYPE_BYTES[dtype]
     weights = Part(words=f"weights ({_count(shape.parameters)} x {width} bytes)", size_bytes=shape.parameters * width)
@@ -146,7 +146,7 @@ def vllm_sampler(
     taken = (weights, cache, *places, _context())
     rest = int(sum(part.size_bytes for part in taken) * (1 / share - 1))
     return Size(device=(*taken, Part(words=f"the {1 - share:.0%} that it leaves", size_bytes=rest)),
-                host=(*kept, process))  # fmt: skip
+                host=(*((weights, *places) if sleeps else ()), *kept, process))  # fmt: skip
 
 
 def activations(shape: Shape, width: int, tokens: int) -> int:

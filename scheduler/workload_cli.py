@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from openrl.scheduler import told
 from openrl.scheduler.cli import data_dir_option
 from openrl.scheduler.clusters.errors import ClusterUnavailable
 from openrl.scheduler.clusters.local import LocalCluster
@@ -22,7 +22,7 @@ from openrl.scheduler.resources import Cluster, Snapshot
 from openrl.scheduler.settings import SchedulerSettings
 from openrl.scheduler.simulate import figures, simulate
 from openrl.scheduler.trace import SHIPPED, read
-from openrl.tasks import datadir
+from openrl.tasks import datadir, tables
 from openrl.tasks.errors import OpenRLError
 from openrl.tasks.registry import Registry
 from openrl.tasks.settings import StoreSettings
@@ -47,7 +47,7 @@ def workloads(as_json: bool, data_dir: Path) -> None:
     if not found:
         click.echo("no worker is wanted now; each starts with the first operation for it", err=True)
         return
-    Console().print(_table(found))
+    tables.show(_table(found), sentences="why")
 
 
 @click.command("explain")
@@ -62,7 +62,7 @@ def explain_command(workload: str, as_json: bool, data_dir: Path) -> None:
     """
     with _observed("explain", data_dir) as (snapshot, store):
         models = Registry(store).models()
-        found = explain(workload, snapshot, models, Needs(Budget.from_env(os.environ)))
+        found = explain(workload, snapshot, models, Needs(Budget.from_env(_told(store))))
     if as_json:
         click.echo(json.dumps(found.as_json()))
         return
@@ -94,7 +94,7 @@ def simulate_command(trace: str, as_json: bool) -> None:
     table = Table("figure", "value", "unit", title=f"{outcome.jobs} jobs in {outcome.simulated_s / 3600:.1f} h")
     for figure in found:
         table.add_row(str(figure["name"]), f"{figure['value']:g}", str(figure["unit"]))
-    Console().print(table)
+    tables.show(table)
     for name, reason in sorted(outcome.unmet.items()):
         click.echo(f"never served: {name}: {reason}")
 
@@ -110,9 +110,10 @@ def _observed(command: str, data_dir: Path) -> Iterator[tuple[Snapshot, Store]]:
     try:
         store = _store(data_dir)
         try:
-            settings = SchedulerSettings.from_env(os.environ)
+            environ = _told(store)
+            settings = SchedulerSettings.from_env(environ)
             cluster, version = _cluster(store, settings)
-            budget = Budget.from_env(os.environ)
+            budget = Budget.from_env(environ)
             yield Reconciler(store, settings, cluster=cluster, version=version, budget=budget).observe(), store
         finally:
             store.close()
@@ -132,6 +133,12 @@ def _store(data_dir: Path) -> Store:
     return Store.connect(StoreSettings.from_env({**os.environ, **named}))
 
 
+def _told(store: Store) -> Mapping[str, str]:
+    """Return what the service's scheduler was told; where none has started yet, what our own environment says."""
+    known = told.kept(store)
+    return os.environ if known is None else known
+
+
 def _cluster(store: Store, settings: SchedulerSettings) -> tuple[Cluster, str]:
     if settings.cluster == "local":
         return LocalCluster.as_watched(store), ""
@@ -142,11 +149,11 @@ def _cluster(store: Store, settings: SchedulerSettings) -> tuple[Cluster, str]:
 
 def _table(found: list[Row]) -> Table:
     table = Table(title="workloads")
-    for name in ("name", "phase", "accelerator", "node", "owner", "waiting", "why"):
+    for name in ("name", "phase", "accelerator", "node", "owner", "priority", "waiting", "why"):
         table.add_column(name, no_wrap=name == "name")
     for row in found:
         waiting = f"{row.waiting}, {row.oldest_s:.0f} s" if row.waiting else ""
-        table.add_row(row.name, row.phase, row.claim, row.node, row.owner, waiting, row.reason)
+        table.add_row(row.name, row.phase, row.claim, row.node, row.owner, str(row.priority or ""), waiting, row.reason)
     return table
 
 
@@ -156,6 +163,7 @@ def _lines(found: Explanation) -> list[str]:
     pairs = [
         ("workload", f"{row.name} ({row.kind} of {row.base}, pool {row.pool})"),
         ("owner", row.owner),
+        ("priority", str(row.priority or "")),
         ("phase", row.phase),
         ("why", row.reason),
         ("place", found.place),

@@ -75,6 +75,7 @@ ALL_CLAIMS = Kind(
 """The claims of every namespace, to list alone."""
 SLICES = Kind(group="resource.k8s.io", version="v1", plural="resourceslices", name="ResourceSlice", namespaced=False)
 PODS = Kind(group="", version="v1", plural="pods", name="Pod")
+EVENTS = Kind(group="", version="v1", plural="events", name="Event")
 NODES = Kind(group="", version="v1", plural="nodes", name="Node", namespaced=False)
 
 

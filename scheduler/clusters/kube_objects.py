@@ -14,6 +14,7 @@ import re
 from typing import Any
 
 from openrl.scheduler.clusters.kube_api import CLAIMS, LEDGERS, PODS, WORKLOADS, Obj
+from openrl.scheduler.clusters.kube_conditions import conditions
 from openrl.scheduler.clusters.kube_settings import CONTAINER, KubeSettings
 from openrl.scheduler.resources import Claim, Need, Process, ProcessPhase, Seat, Workload
 
@@ -144,8 +145,11 @@ def workload_value(obj: Obj) -> Workload:
     )
 
 
-def with_status(obj: Obj, workload: Workload, **more: Any) -> Obj:
-    """Return the custom resource with the status that a workload's value and further fields make."""
+def with_status(obj: Obj, workload: Workload, *, at: float, **more: Any) -> Obj:
+    """Return the custom resource with the status that a workload's value and further fields make.
+
+    `at`: now, in seconds since the epoch, for the conditions that turn.
+    """
     status = {
         **obj.get("status", {}),
         "phase": workload.phase,
@@ -159,6 +163,14 @@ def with_status(obj: Obj, workload: Workload, **more: Any) -> Obj:
         "observedGeneration": obj["metadata"].get("generation", 0),
         **more,
     }
+    status["conditions"] = conditions(
+        obj.get("status", {}),
+        workload,
+        assignment=status.get("assignmentID", ""),
+        reason=status.get("reason", ""),
+        generation=status["observedGeneration"],
+        at=at,
+    )
     return {**obj, "status": status}
 
 
@@ -354,6 +366,18 @@ def has_ended(pod: Obj) -> bool:
     kinds = ("initContainerStatuses", "containerStatuses", "ephemeralContainerStatuses")
     states = [each.get("state", {}) for kind in kinds for each in status.get(kind) or ()]
     return not any("running" in state for state in states)
+
+
+def why_ended(pod: Obj) -> str:
+    """Return how a pod came to its end, in words: whose container ended how, or what the cluster says of the pod."""
+    status = pod.get("status", {})
+    where = f"{pod['metadata']['name']} on {pod['spec'].get('nodeName') or 'no node'}"
+    for each in status.get("containerStatuses") or ():
+        if each["name"] == CONTAINER and (end := each.get("state", {}).get("terminated")):
+            parts = [f"exit code {end['exitCode']}", end.get("reason", ""), end.get("message", "").strip()]
+            return f"{where} ended: {', '.join(part for part in parts if part)}"
+    parts = [status.get("reason", ""), status.get("message", "")]
+    return f"{where} ended: {', '.join(part for part in parts if part) or 'nothing is said about why'}"
 
 
 def _labels(workload: Workload) -> dict[str, str]:

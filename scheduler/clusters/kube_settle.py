@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from openrl.scheduler.clusters import kube_ledger, kube_objects
 from openrl.scheduler.clusters.kube_api import CLAIMS, LEDGERS, NODES, PODS, WORKLOADS, ApiError, KubeApi, Missing, Obj
+from openrl.scheduler.clusters.kube_events import Events
 from openrl.scheduler.clusters.kube_objects import CONTAINERS_OVER, POD_GONE, PREFIX
 from openrl.scheduler.clusters.kube_settings import KubeSettings
 from openrl.scheduler.clusters.kube_view import OUT_OF_SERVICE, View
@@ -43,12 +44,14 @@ class Settler:
         api: KubeApi,
         settings: KubeSettings,
         assignments: Assignments,
+        events: Events,
         *,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._api = api
         self._settings = settings
         self._assignments = assignments
+        self._events = events
         self._clock = clock
         self._first_seen: dict[str, float] = {}
         self._ended: dict[str, tuple[int, float]] = {}
@@ -113,6 +116,7 @@ class Settler:
         if obj is not None:
             uid = obj["metadata"]["uid"]
             self._ended[uid] = (self._ended.get(uid, (0, 0.0))[0] + 1, self._clock())
+            self._events.say(obj, "Failed", kube_objects.why_ended(pod), warns=True, once=pod["metadata"]["uid"])
 
     def _is_removed(self, node: str) -> bool:
         """Tell whether a node is gone from the API, or said to be off; one that only opted out is neither."""
@@ -140,7 +144,9 @@ class Settler:
         if not status.get("assignmentID"):
             return False
         if not self._holds(view, obj) and self._has_lost(obj):
-            self._move(obj, replace(view.values[name], phase="Stopping", reason="its claim or its seat is gone"))
+            why = "its claim or its seat is gone"
+            obj = self._move(obj, replace(view.values[name], phase="Stopping", reason=why))
+            self._events.say(obj, "Lost", why, warns=True)
             return True
         return self._settle_pods(view, obj)
 
@@ -221,7 +227,11 @@ class Settler:
         if value.phase == phase and all(status.get(field) == text for field, text in told.items()):
             return False
         changed = replace(value, phase=phase, reason=reason or value.reason)
-        self._api.replace(WORKLOADS, kube_objects.with_status(obj, changed, **told), status=True)
+        if reason and reason != value.reason:
+            self._events.say(obj, "Unschedulable", reason, warns=True)
+        elif phase == "Running" and value.phase != "Running":
+            self._events.say(obj, "Running", f"{told['podName']} runs on {told['nodeName']}")
+        self._api.replace(WORKLOADS, kube_objects.with_status(obj, changed, at=self._clock(), **told), status=True)
         return True
 
     def _forgive(self, uid: str) -> None:
@@ -345,7 +355,7 @@ class Settler:
         return not obj["status"].get("claimName") or not self._agree(obj)
 
     def _move(self, obj: Obj, value: Workload, **more: str) -> Obj:
-        return self._api.replace(WORKLOADS, kube_objects.with_status(obj, value, **more), status=True)
+        return self._api.replace(WORKLOADS, kube_objects.with_status(obj, value, at=self._clock(), **more), status=True)
 
     def _is_old(self, what: str) -> bool:
         """Tell whether something odd has stood for longer than any scheduler takes for its next call."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from openrl.scheduler.clusters import kube_ledger
 from openrl.scheduler.clusters.kube_api import WORKLOADS, ApiError, Conflict, KubeApi, Obj
+from openrl.scheduler.clusters.kube_events import Events
 from openrl.scheduler.clusters.kube_objects import object_name, with_status, workload_object
 from openrl.scheduler.clusters.kube_settings import KubeSettings
 from openrl.scheduler.clusters.kube_settle import Settler
@@ -60,7 +61,8 @@ class KubernetesCluster:
         self._settings = settings
         self._assignments = assignments
         self._clock = clock
-        self._settler = Settler(api, settings, assignments, clock=clock)
+        self._events = Events(api, clock)
+        self._settler = Settler(api, settings, assignments, self._events, clock=clock)
         self._watcher = watcher
         self._view: View | None = None
         self._looked = float("-inf")
@@ -105,15 +107,19 @@ class KubernetesCluster:
             case "place":
                 obj = self._as_seen(view, action)
                 self._place(view, obj, _after(action), action.claim, changed)
+                self._events.decided(action, obj)
             case "stop":
-                self._api.delete(WORKLOADS, self._as_seen(view, action), unchanged=True)
+                obj = self._as_seen(view, action)
+                self._api.delete(WORKLOADS, obj, unchanged=True)
+                self._events.decided(action, obj)
             case "release":
                 obj = self._as_seen(view, action)
                 # The claim stays written down until the seat is free.
                 phased = replace(_after(action), claim=_workload(action).claim, phase="Stopping", reason=action.reason)
-                self._write(obj, phased)
+                self._events.decided(action, self._write(obj, phased))
             case "wake" | "replace" | "note":
-                self._write(self._as_seen(view, action), replace(_after(action), reason=action.reason))
+                obj = self._as_seen(view, action)
+                self._events.decided(action, self._write(obj, replace(_after(action), reason=action.reason)))
 
     def _start(self, view: View, action: Action, changed: frozenset[str]) -> None:
         """Want a worker that was not wanted; with a claim named, give it its seat at once."""
@@ -123,6 +129,7 @@ class KubernetesCluster:
             self._write(obj, replace(after, phase="Pending", reason=action.reason))
         else:
             self._place(view, obj, after, action.claim, changed)
+        self._events.decided(action, obj)
 
     def _place(self, view: View, obj: Obj, after: Workload, claim: Claim | None, changed: frozenset[str]) -> None:
         """Give a workload a place: seat, status, pod. `obj`: as it was read before, without a place."""
@@ -159,7 +166,7 @@ class KubernetesCluster:
         return view.workloads[name]
 
     def _write(self, obj: Obj, workload: Workload, **more: str) -> Obj:
-        return self._api.replace(WORKLOADS, with_status(obj, workload, **more), status=True)
+        return self._api.replace(WORKLOADS, with_status(obj, workload, at=self._clock(), **more), status=True)
 
 
 def _workload(action: Action) -> Workload:

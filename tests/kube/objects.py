@@ -409,6 +409,8 @@ class Objects:
             )
 
     def _validate(self, kind: Kind, new: Obj, old: Obj | None) -> None:
+        if kind.plural == "events" and new["involvedObject"].get("namespace", "") != new["metadata"]["namespace"]:
+            raise _invalid(kind, new["metadata"]["name"], "involvedObject.namespace: does not match event.namespace")
         if kind.crd is None:
             return
         schema.prune(kind.crd, new)

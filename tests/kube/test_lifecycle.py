@@ -9,6 +9,7 @@ import pytest
 
 from openrl.scheduler.clusters import kube_ledger
 from openrl.scheduler.clusters.kube_api import CLAIMS, LEDGERS, WORKLOADS, Conflict
+from openrl.scheduler.clusters.kube_events import Events
 from openrl.scheduler.clusters.kube_objects import with_status, workload_object
 from openrl.scheduler.clusters.kube_settle import Settler
 from openrl.scheduler.clusters.kube_view import View
@@ -221,7 +222,8 @@ def test_a_seat_left_without_a_status_is_swept_and_its_late_writer_comes_too_lat
     kube_ledger.make(api, claim, SETTINGS)
     read = api.create(WORKLOADS, workload_object(wanted, SETTINGS))
     seat = kube_ledger.sit(api, wanted, read["metadata"]["uid"], "c1", mates=frozenset())
-    settler = Settler(api, SETTINGS, Assignments(world.store), clock=lambda: world.machines.clock_s)
+    events = Events(api, lambda: world.machines.clock_s)
+    settler = Settler(api, SETTINGS, Assignments(world.store), events, clock=lambda: world.machines.clock_s)
     settler.settle(View.take(api, SETTINGS))
     assert world.seats() == [seat], "it may be under way"
     world.machines.clock_s += 11
@@ -229,7 +231,9 @@ def test_a_seat_left_without_a_status_is_swept_and_its_late_writer_comes_too_lat
     assert world.seats() == []
     with pytest.raises(Conflict):
         api.replace(
-            WORKLOADS, with_status(read, dataclasses.replace(wanted, claim="c1"), assignmentID=seat), status=True
+            WORKLOADS,
+            with_status(read, dataclasses.replace(wanted, claim="c1"), at=1.0, assignmentID=seat),
+            status=True,
         )
 
 

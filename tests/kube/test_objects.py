@@ -42,7 +42,7 @@ def placed(workload: Workload = WORKLOAD, settings: KubeSettings = SETTINGS) -> 
     """Return a workload's object in a seat."""
     made = objects.workload_object(workload, settings)
     made["metadata"]["uid"] = "u"
-    return objects.with_status(made, workload, assignmentID="12345678-aaaa", podName="p")
+    return objects.with_status(made, workload, at=1.0, assignmentID="12345678-aaaa", podName="p")
 
 
 def errors(kind: str, obj: Obj) -> list[str]:
@@ -53,7 +53,7 @@ def errors(kind: str, obj: Obj) -> list[str]:
 def test_a_workload_comes_back_from_its_object_as_it_was():
     assert objects.workload_value(placed()) == WORKLOAD
     plain = replace(WORKLOAD, slug="tiny", name="trainer-tiny", claim=None, need=Need(), phase="Pending")
-    assert objects.workload_value(objects.with_status(objects.workload_object(plain, SETTINGS), plain)) == plain
+    assert objects.workload_value(objects.with_status(objects.workload_object(plain, SETTINGS), plain, at=1.0)) == plain
 
 
 def test_what_is_written_is_what_the_definitions_accept():

@@ -137,14 +137,14 @@ def test_a_watch_pokes_resumes_and_survives_a_broken_server_and_a_forgotten_log(
     pokes = threading.Semaphore(0)
     watcher = Watcher(api, pokes.release, kinds=(LEDGERS,), timeout_s=1, retry_s=0.01)
     watcher.start()
-    assert pokes.acquire(timeout=10)  # the first list
+    assert pokes.acquire(timeout=60)  # the first list
     until(lambda: not watcher.take_changed())
     kind = machines.objects.kinds["openrl.io", "claimledgers"]
     for name, trouble in (("c1", None), ("c2", machines.objects.compact), ("c3", None)):
         machines.objects.create(kind, NAMESPACE, ledger(name), manager="x")
         if trouble:
             trouble()
-        assert pokes.acquire(timeout=10)
+        assert pokes.acquire(timeout=60)
         assert watcher.take_changed()
     with machines.server.failing(lambda _: Fault("error", 500)):
         until(lambda: any(call.query.get("watch") for call in machines.server.calls[-3:]) and watcher.take_changed())

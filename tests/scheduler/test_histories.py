@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -69,17 +70,16 @@ machines = st.tuples(
     st.builds(Machines, name=st.just("large"), count=st.integers(0, 2), most=st.just(2), devices=st.integers(1, 2),
               device_gib=st.just(80), host_gib=st.just(128)),
 )  # fmt: skip
-happenings = st.lists(
-    st.one_of(
-        st.tuples(st.just("ask"), st.sampled_from(POOLS)),
-        st.tuples(st.just("done"), st.sampled_from(POOLS)),
-        st.tuples(st.just("lose"), st.integers(0, 3)),
-        st.tuples(st.just("evict"), st.sampled_from(POOLS)),
-        st.tuples(st.just("delete"), st.integers(0, 5)),
-        st.tuples(st.just("wait"), st.integers(1, 30)),
-    ),
-    max_size=25,
+happening = st.one_of(
+    st.tuples(st.just("ask"), st.sampled_from(POOLS)),
+    st.tuples(st.just("done"), st.sampled_from(POOLS)),
+    st.tuples(st.just("lose"), st.integers(0, 3)),
+    st.tuples(st.just("evict"), st.sampled_from(POOLS)),
+    st.tuples(st.just("delete"), st.integers(0, 5)),
+    st.tuples(st.just("wait"), st.integers(1, 30)),
 )
+happenings = st.lists(happening, max_size=25)
+long_happenings = st.lists(happening, min_size=15, max_size=40)
 
 
 class World:
@@ -179,6 +179,18 @@ def shuffled(snapshot: Snapshot) -> Snapshot:
 @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(machines=machines, needs=needs(), policy=policies, history=happenings)
 def test_seats_stay_true_in_every_history_and_it_comes_to_rest(machines, needs, policy, history):
+    walk(machines, needs, policy, history)
+
+
+@pytest.mark.full
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(machines=machines, needs=needs(), policy=policies, history=long_happenings)
+def test_seats_stay_true_in_many_longer_histories_too(machines, needs, policy, history):
+    walk(machines, needs, policy, history)
+
+
+def walk(machines, needs, policy, history) -> None:
+    """Let a history happen, and wait for rest."""
     world = World(machines, needs, policy)
     for what, which in history:
         world.happen(what, which)

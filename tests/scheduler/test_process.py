@@ -47,7 +47,7 @@ def ask_for_training(store, depth: int) -> None:
 
 
 def until(condition) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
         time.sleep(0.02)

@@ -204,6 +204,9 @@ def test_a_vllm_takes_its_device_alone_and_is_sized_by_what_it_starts_on(tmp_pat
     weights, cache = 2 * 8_190_735_360, 40960 * 144 * 1024
     assert both[full].device_bytes == pytest.approx((weights + cache + sizing.CONTEXT_BYTES) / 0.9, rel=1e-6)
     assert both[full].host_bytes == sizing.VLLM_PROCESS_BYTES, "it is never parked"
+    asleep = needs(**on_vllm, OPENRL_SAMPLER_FULL_ENGINE="vllm", OPENRL_SAMPLER_BETWEEN_TURNS="sleeps")[full]
+    assert not asleep.exclusive and asleep.device_bytes == both[full].device_bytes
+    assert asleep.host_bytes == sizing.VLLM_PROCESS_BYTES + weights
     shared = needs(**on_vllm, OPENRL_ACCELERATORS="1")
     assert not shared[own].exclusive, "a machine's one device is for the trainer too"
     with pytest.raises(ValueError, match="OPENRL_SAMPLER_GPU_MEMORY_UTILIZATION='2' must be above 0"):

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from openrl.scheduler import cli, engines, report, supervisor, up
+from openrl.scheduler import cli, engines, preflight, report, supervisor, up
 from openrl.scheduler.settings import UpSettings
 from openrl.scheduler.supervisor import PROCESSES
 from openrl.tasks import datadir, embedded
@@ -56,19 +56,19 @@ def refused(*arguments: object) -> str:
 
 
 def test_without_a_model_the_line_says_how_to_get_one(tmp_path):
-    line = refused("--data-dir", tmp_path / "data")
+    line = refused("--data-dir", tmp_path / "data", "--port", 0)
     assert "--model" in line and "openrl model --help" in line
     assert not (tmp_path / "data").exists()
 
 
 def test_an_unknown_model_is_named(tmp_path):
-    assert "no directory" in refused("--data-dir", tmp_path / "data", "--model", f"x={tmp_path}/nowhere")
+    assert "no directory" in refused("--data-dir", tmp_path / "data", "--model", f"x={tmp_path}/nowhere", "--port", 0)
     assert not (tmp_path / "data").exists()
 
 
 def test_models_can_come_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENRL_MODELS", f"a={tmp_path}/nowhere, b={tmp_path}/nowhere")
-    assert "--model a=" in refused("--data-dir", tmp_path / "data")
+    assert "--model a=" in refused("--data-dir", tmp_path / "data", "--port", 0)
 
 
 def test_a_port_in_use_is_named(tmp_path, model):
@@ -144,10 +144,10 @@ def test_a_directory_in_which_nothing_can_be_made_is_named_even_to_root(model):
 
 
 def test_a_port_that_is_taken_is_refused_to_whoever_comes_second():
-    with up._listen("127.0.0.1", 0) as first:
+    with preflight.listen("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
-        with pytest.raises(up.Refused, match=str(port)):
-            up._listen("127.0.0.1", port)
+        with pytest.raises(preflight.Refused, match=str(port)):
+            preflight.listen("127.0.0.1", port)
 
 
 def test_too_few_open_files_for_the_api_are_told_in_one_line_before_anything_starts(tmp_path, model):
@@ -172,12 +172,12 @@ def failed(*arguments: object) -> str:
 
 def test_a_part_that_refuses_its_settings_ends_the_service_and_is_named_with_its_reason(tmp_path):
     settings = UpSettings(host="127.0.0.1", port=0, data_dir=tmp_path, models=("m",))
-    with up._listen("127.0.0.1", 0) as listener:
+    with preflight.listen("127.0.0.1", 0) as listener:
         service = up._Up(settings, [], listener, engines.Engine(name=engines.TORCH, python=sys.executable))
         reason = "OPENRL_THIS must be at least 1"
         code = f"import sys; sys.stderr.write('starting\\n{reason}\\n'); sys.exit({supervisor.REFUSED})"
         service._supervisor.start(supervisor.Program(name="api", argv=[sys.executable, "-c", code]))
-        with pytest.raises(up.Refused, match=f"^the api refuses its settings: {reason}$"):
+        with pytest.raises(preflight.Refused, match=f"^the api refuses its settings: {reason}$"):
             service._wait("api", lambda: False, timeout_s=30)
 
 
@@ -275,7 +275,7 @@ def test_a_leftover_that_still_holds_the_port_is_ended_first(tmp_path, model):
             f"unix://{tmp_path}/none",
         ],
     )
-    leftover.wait(timeout=5)
+    leftover.wait(timeout=60)
     leftover.stdout.close()
     said, refusal = result.stderr.splitlines()
     assert "ending api" in said

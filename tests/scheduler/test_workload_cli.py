@@ -7,8 +7,9 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from openrl.scheduler import trace
+from openrl.scheduler import told, trace
 from openrl.scheduler.clusters.local import LocalCluster
+from openrl.scheduler.needs import Budget
 from openrl.scheduler.reconcile import Reconciler
 from openrl.scheduler.settings import SchedulerSettings
 from openrl.scheduler.workload_cli import explain_command, simulate_command, workloads
@@ -51,6 +52,16 @@ def test_explain_says_where_a_worker_is_why_and_what_it_takes(service):
     assert "gpu-0 on local" in said and "base weights (596M x 2 bytes)" in said and "3 operations wait" in said
     found = json.loads(run(explain_command, NAME, "--json").stdout)
     assert found["device_bytes"] > 2 * 596_049_920 and found["beside"] == [] and found["next"] == []
+
+
+def test_explain_goes_by_what_the_running_scheduler_was_told_and_not_by_the_shell(service, monkeypatch):
+    environ = told.Noted({"OPENRL_SAMPLER_KV_TOKENS": "4096", "OPENRL_TOKEN": "secret"})
+    Budget.from_env(environ), SchedulerSettings.from_env(environ)
+    told.keep(service, environ.told)
+    monkeypatch.setenv("OPENRL_SAMPLER_KV_TOKENS", "8192")
+    found = json.loads(run(explain_command, "sampler-org-tiny", "--json").stdout)
+    assert "cache of 4096 positions" in found["size"]
+    assert told.kept(service) == {"OPENRL_SAMPLER_KV_TOKENS": "4096"}, "what no setting reads is not kept"
 
 
 def test_explain_says_of_one_that_is_not_there_what_it_would_take(service):
