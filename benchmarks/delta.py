@@ -92,7 +92,7 @@ class HandOff:
         name = f"v{self.number}"
         self.number += 1
         began = time.perf_counter()
-        link = self.publisher.publish(name, weights, step=self.number)
+        link = self.publisher.publish(name, weights, step=self.number, gives=True)
         published = time.perf_counter()
         forget(self.home / name)
         opened = time.perf_counter()

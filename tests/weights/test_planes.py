@@ -36,10 +36,11 @@ def decoded(piece: Piece, size: int, dtype: np.dtype, *, back: bool = False) -> 
 
 def check_both_ways(seed: int, size: int, dtype: np.dtype, density: float, clustered: bool) -> None:
     old, new = change(seed, size, dtype, density, clustered=clustered)
-    base = old.copy()
-    piece, digest = encode(base, new, advance=True)
-    assert np.array_equal(base, new)
-    assert digest == block_digest(new)
+    cut = size // 3
+    before = hashlib.sha256(old).digest()
+    piece, digests = encode([(old[:cut], new[:cut]), (old[cut:], new[cut:])])
+    assert hashlib.sha256(old).digest() == before
+    assert digests == [block_digest(new[:cut]), block_digest(new[cut:])]
     assert piece.count == np.count_nonzero(old != new)
     step = decoded(piece, size, dtype)
     there = old.copy()
@@ -47,7 +48,6 @@ def check_both_ways(seed: int, size: int, dtype: np.dtype, density: float, clust
     assert np.array_equal(there, new)
     patch(there, decoded(piece, size, dtype, back=True))
     assert np.array_equal(there, old)
-    cut = size // 3
     parts = [old[:cut].copy(), old[cut:].copy()]
     patch(parts[0], step)
     patch(parts[1], step, start=cut)
@@ -75,15 +75,19 @@ def test_a_change_leads_from_old_to_new_and_back_in_many_more_cases(seed, size, 
 )
 def test_the_smallest_form_is_taken(density: float, form: str):
     old, new = change(1, 40_000, DTYPES[1], density, clustered=False)
-    piece, _ = encode(old, new)
+    piece, _ = encode([(old, new)])
     assert piece.form == form
 
 
-def test_encoding_leaves_the_old_block_alone_unless_it_is_told_to_advance_it():
-    old, new = change(1, 1000, DTYPES[1], 0.1, clustered=False)
-    before = hashlib.sha256(old).digest()
-    encode(old, new)
-    assert hashlib.sha256(old).digest() == before
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.lists(st.integers(0, 300), min_size=1, max_size=9), st.sampled_from(DTYPES), DENSITIES)
+def test_however_a_segment_is_cut_into_tensors_it_is_encoded_alike(seed, sizes, dtype, density):
+    old, new = change(seed, max(1, sum(sizes)), dtype, density, clustered=False)
+    ends = np.cumsum(sizes)[:-1]
+    pairs = list(zip(np.split(old, ends), np.split(new, ends), strict=True))
+    piece, digests = encode(pairs)
+    assert piece == encode([(old, new)])[0]
+    assert digests == [block_digest(each) for _, each in pairs]
 
 
 @settings(max_examples=150, deadline=None)
@@ -92,7 +96,7 @@ def test_damaged_frames_are_refused_or_change_elements_of_the_block_only(data):
     size = data.draw(st.integers(1, 500))
     dtype = data.draw(st.sampled_from(DTYPES))
     old, new = change(data.draw(st.integers(0, 999)), size, dtype, data.draw(DENSITIES), clustered=False)
-    piece, _ = encode(old, new)
+    piece, _ = encode([(old, new)])
     if not piece.frames:
         return
     which = data.draw(st.integers(0, len(piece.frames) - 1))

@@ -288,6 +288,47 @@ def test_an_heir_goes_on_from_the_last_version_with_a_delta(tmp_path: Path):
     assert same(go(reader(tmp_path, versions[0]), "v2"), versions[2])
 
 
+def test_memory_that_the_publisher_keeps_is_not_taken_for_new_weights(tmp_path: Path):
+    first, second = steps(2)
+    publisher = Publisher(tmp_path, threads=1)
+    publisher.publish("v0", first, step=0, gives=True)
+    with pytest.raises(InvalidRequest, match=r"tensor embed\.weight was given to the publisher before"):
+        publisher.publish("v1", first, step=1, gives=True)
+    assert publisher.publish("v1", second, step=1).delta is not None
+
+
+def test_weights_that_were_not_given_away_may_change_after_they_were_published(tmp_path: Path):
+    weights, first, second = model(), model(), step(model(), 1)
+    publisher = publish(tmp_path, weights)
+    for name, tensor in second.items():
+        weights[name].copy_(tensor)
+    publisher.publish("v1", weights, step=1)
+    reading = reader(tmp_path, weights)
+    assert same(go(reading, "v0"), first)
+    assert same(go(reading, "v1"), second)
+
+
+def test_a_base_that_somebody_changed_never_becomes_wrong_weights(tmp_path: Path):
+    first, second = steps(2)
+    kept = copied(first)
+    publisher = Publisher(tmp_path, threads=1)
+    publisher.publish("v0", first, step=0, gives=True)
+    first["norm.weight"][0] = 7.0
+    publisher.publish("v1", second, step=1)
+    reading = reader(tmp_path, kept)
+    go(reading, "v0")
+    with pytest.raises(InvalidRequest, match=r"tensor norm\.weight of version 'v1' doesn't come out right"):
+        reading.prepare("v1")
+    assert same(reading.resident.tensors, kept)
+
+
+def test_tensors_of_each_width_are_joined_to_segments_that_cover_them_once():
+    shapes = {"b": specs.Spec("BF16", (specs.BLOCK + 5,)), "a": specs.Spec("BF16", (9,)), "f": specs.Spec("F32", ())}
+    found = specs.segments(shapes | {"none": specs.Spec("BF16", (0,))})
+    assert [(each.width, each.size) for each in found] == [(2, 9), (2, specs.BLOCK), (2, 5), (4, 1)]
+    assert [part.name for each in found for part in each.parts] == ["a", "b", "b", "f"]
+
+
 def test_a_publisher_without_a_version_to_go_on_from_is_refused(tmp_path: Path):
     with pytest.raises(InvalidRequest, match="base is no version"):
         Publisher(tmp_path, base=room(model()))
@@ -378,14 +419,16 @@ def manifest(home: Path, **changes: object) -> None:
     path.write_bytes(json.dumps(row, sort_keys=True, separators=(",", ":")).encode() + b"\n")
 
 
-HUGE = ["BF16", [1 << 50], "0" * 32, "0" * 32, []]
+HUGE = ["BF16", [1 << 50], "0" * 32, "0" * 32]
+NINE = {"a": ["BF16", [9], "0" * 32, "0" * 32]}
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ({"name": "v0"}, "another version's"),
-        ({"schema": 2}, "reads up to 1"),
+        ({"schema": 1}, "has schema 1, which is older than this version reads"),
+        ({"schema": 3}, "reads up to 2"),
         ({"surprise": 1}, "surprise"),
         ({"step": True}, "step is True"),
         ({"parent": None}, "has a parent and a delta, or all weights, or both"),
@@ -395,10 +438,11 @@ HUGE = ["BF16", [1 << 50], "0" * 32, "0" * 32, []]
         ({"parent": {"name": "../v0", "digest": "0" * 64, "number": 0}}, "can't come before"),
         ({"tensors": {"embed.weight": HUGE}}, "has shape"),
         ({"tensors": {"../etc": HUGE}}, "is no tensor's name"),
-        ({"tensors": {"a": ["PICKLE", [1], "0" * 32, "0" * 32, []]}}, "has type 'PICKLE'"),
-        ({"tensors": {"a": ["BF16", [1], "0" * 32, "0" * 32, []]}}, "has 0 blocks"),
-        ({"tensors": {"a": ["BF16", [9], "0" * 32, "0" * 32, [["gaps", 10, [1, 1, 1]]]]}}, "can't have 10 changed"),
-        ({"tensors": {"a": ["BF16", [9], "0" * 32, "0" * 32, [["gaps", 1, [1, 1, -1]]]]}}, "a frame's length is -1"),
+        ({"tensors": {"a": ["PICKLE", [1], "0" * 32, "0" * 32]}}, "has type 'PICKLE'"),
+        ({"tensors": {"a": ["BF16", [1 << 40], "0" * 32, "0" * 32]}}, "262144 segments or more have 2 blocks"),
+        ({"tensors": NINE, "blocks": []}, "1 segments or more have 0 blocks"),
+        ({"tensors": NINE, "blocks": [["gaps", 10, [1, 1, 1]]]}, "can't have 10 changed"),
+        ({"tensors": NINE, "blocks": [["gaps", 1, [1, 1, -1]]]}, "a frame's length is -1"),
         ({"tensors": []}, "is damaged"),
     ],
 )
@@ -421,7 +465,7 @@ def test_tensors_of_several_blocks_are_read_by_several_threads(tmp_path: Path):
     publisher = Publisher(tmp_path, threads=3)
     publisher.publish("v0", before, step=0)
     link = publisher.publish("v1", after, step=1)
-    assert [block.count for block in link.tensors["large"].blocks] == [2, 2]
+    assert [block.count for block in link.blocks] == [2, 2, 0]
     reading = Reader(tmp_path, room(before), threads=3)
     for name, expected in [("v1", after), ("v0", before), ("v1", after)]:
         with reading.prepare(name) as switch:

@@ -50,7 +50,7 @@ class Versions:
         self._publishers[run] = publisher
         final.parent.mkdir(parents=True, exist_ok=True)
         base = {"base_model": self._base_model, "base_digest": self._loaded.digest}
-        link = publisher.publish(final.name, trained.published(), step=run.moments.step, extra=base)
+        link = publisher.publish(final.name, trained.published(), step=run.moments.step, extra=base, gives=True)
         manifest = states.manifest_of(run, trained, kind=states.SAMPLER, extra={}, **base)
         return Version(manifest=manifest, size_bytes=_size(link), digest=link.ident.digest)
 

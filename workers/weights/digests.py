@@ -7,11 +7,11 @@ the directory and would also write the manifest. Manifests are tied to each othe
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import xxhash
 
-from openrl.workers.weights.specs import Spec, Words
+from openrl.workers.weights.specs import Segment, Spec, Words
 
 Hasher = xxhash.xxh3_128
 """Takes bytes piece by piece; `digest()` has 16."""
@@ -29,6 +29,17 @@ def tensor_digest(spec: Spec, digests: Iterable[bytes]) -> str:
     """Digest a tensor, given those of its blocks in order: its type and shape count as much as its bits."""
     head = f"{spec.dtype} {'x'.join(map(str, spec.shape))}\n".encode()
     return Hasher(head + b"".join(digests)).hexdigest()
+
+
+def tensor_digests(
+    specs: Mapping[str, Spec], joined: Sequence[Segment], digests: Iterable[Sequence[bytes]]
+) -> dict[str, str]:
+    """Digest all tensors, given the digests of their blocks as they lie in the segments."""
+    blocks: dict[str, list[bytes]] = {name: [] for name in specs}
+    for segment, of_segment in zip(joined, digests, strict=True):
+        for part, digest in zip(segment.parts, of_segment, strict=True):
+            blocks[part.name].append(digest)
+    return {name: tensor_digest(spec, blocks[name]) for name, spec in specs.items()}
 
 
 def manifest_digest(text: bytes) -> str:

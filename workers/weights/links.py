@@ -11,6 +11,7 @@ import re
 import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from openrl.tasks.schema import Schema
 from openrl.workers.weights import planes
 from openrl.workers.weights.digests import is_manifest_digest, is_weights_digest, manifest_digest
 from openrl.workers.weights.layout import resolve
-from openrl.workers.weights.specs import MAX_BYTES, Spec, check_all
+from openrl.workers.weights.specs import BLOCK, MAX_BYTES, Segment, Spec, check, check_all, segments
 
 FILENAME = "manifest.json"
-SCHEMA = Schema(noun="version of a full model")
+SCHEMA = Schema(noun="version of a full model", number=2)
+"""2: changes are encoded over several tensors at once. A version of 1 is to be published again."""
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_EXTRA_BYTES = 64 << 10
 _NAME = re.compile(r"[@A-Za-z0-9][A-Za-z0-9._\-]{0,200}")
@@ -47,7 +49,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The header of one block's change: what `planes.Piece` is without its bytes."""
+    """The header of one segment's change: what `planes.Piece` is without its bytes."""
 
     form: str
     count: int
@@ -56,20 +58,19 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class TensorLink:
-    """One tensor: its digest, and in a delta its digest before, and its blocks."""
+    """One tensor: its digest, and in a delta its digest before."""
 
     spec: Spec
     result: str
     base: str | None = None
-    blocks: tuple[Block, ...] = ()
 
     @property
     def is_changed(self) -> bool:
-        """Whether the delta says anything of it."""
-        return any(block.count for block in self.blocks)
+        """Whether its bits are others than in its parent."""
+        return self.base != self.result
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Link:
     """One version of a full model."""
 
@@ -81,6 +82,8 @@ class Link:
     parent: Ident | None = None
     """What the delta leads from; None where there is none."""
     delta: File | None = None
+    blocks: tuple[Block, ...] = field(default=(), repr=False)
+    """What the delta says of each of `specs.segments`."""
     anchor: File | None = None
     num_since_anchor: int = 0
     """Deltas from the last anchor to here; 0 where this is one."""
@@ -88,15 +91,25 @@ class Link:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What its writer alone reads back (JSON values)."""
 
-    @property
+    @cached_property
+    def text(self) -> bytes:
+        """The one form in which this manifest can be written."""
+        return _text(self)
+
+    @cached_property
     def ident(self) -> Ident:
         """Its name, digest and number."""
-        return Ident(self.name, manifest_digest(_text(self)), self.number)
+        return Ident(self.name, manifest_digest(self.text), self.number)
 
-    @property
+    @cached_property
     def specs(self) -> dict[str, Spec]:
         """Type and shape of each tensor."""
         return {name: tensor.spec for name, tensor in self.tensors.items()}
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """How its tensors are joined."""
+        return segments(self.specs)
 
     @property
     def results(self) -> dict[str, str]:
@@ -129,9 +142,8 @@ def directory(home: Path, name: str) -> Path:
 
 def write(folder: Path, link: Link) -> Ident:
     """Write the manifest into a staged directory; return what the version is known by."""
-    text = _text(link)
-    (folder / FILENAME).write_bytes(text)
-    return Ident(link.name, manifest_digest(text), link.number)
+    (folder / FILENAME).write_bytes(link.text)
+    return link.ident
 
 
 def read(home: Path, name: str, *, digest: str | None = None) -> Link:
@@ -156,7 +168,7 @@ def read(home: Path, name: str, *, digest: str | None = None) -> Link:
         raise InvalidRequest(f"version {name!r} can't be read: {other}") from other
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidRequest(f"{FILENAME} of version {name!r} is damaged: {error}") from error
-    if link.name != name or _text(link) != text:
+    if link.name != name or link.text != text:
         raise InvalidRequest(f"{FILENAME} of version {name!r} is damaged, or another version's")
     return link
 
@@ -191,11 +203,11 @@ def _bytes(path: Path) -> bytes:
 
 
 def _text(link: Link) -> bytes:
-    """Return the one form in which this manifest can be written."""
     row = {
         **{key: getattr(link, key) for key in ("name", "number", "step", "num_since_anchor", "bytes_since_anchor")},
         **{key: value and asdict(value) for key, value in _parts(link).items()},
         "extra": dict(link.extra),
+        "blocks": [[block.form, block.count, list(block.lengths)] for block in link.blocks],
         "tensors": {name: _row(tensor) for name, tensor in link.tensors.items()},
     }
     return json.dumps(SCHEMA.numbered(row), sort_keys=True, separators=(",", ":"), allow_nan=False).encode() + b"\n"
@@ -206,16 +218,17 @@ def _parts(link: Link) -> dict[str, Ident | File | None]:
 
 
 def _row(tensor: TensorLink) -> list[Any]:
-    blocks = [[block.form, block.count, list(block.lengths)] for block in tensor.blocks]
-    return [tensor.spec.dtype, list(tensor.spec.shape), tensor.base, tensor.result, blocks]
+    return [tensor.spec.dtype, list(tensor.spec.shape), tensor.base, tensor.result]
 
 
 def _link(row: dict[str, Any]) -> Link:
     """Read a manifest; `ValueError` and its kin say that a field is wrong."""
     parent, delta, anchor = row.pop("parent"), row.pop("delta"), row.pop("anchor")
     tensors = {name: _tensor(name, value, is_delta=delta is not None) for name, value in row.pop("tensors").items()}
+    shapes = {name: tensor.spec for name, tensor in tensors.items()}
+    check_all(shapes)
     link = Link(
-        **row,
+        **{**row, "blocks": _blocks(shapes, row["blocks"], is_delta=delta is not None)},
         tensors=tensors,
         parent=None if parent is None else Ident(**parent),
         delta=None if delta is None else File(**delta),
@@ -246,7 +259,6 @@ def _extra(extra: dict[str, Any]) -> str:
 
 def _check(link: Link) -> None:
     check_said(link)
-    check_all(link.specs)
     if (link.parent is None) != (link.delta is None) or (link.delta is None and link.anchor is None):
         raise InvalidRequest("a version has a parent and a delta, or all weights, or both")
     if link.parent is not None:
@@ -264,20 +276,22 @@ def _check_parent(parent: Ident, number: int) -> None:
 
 
 def _tensor(name: str, row: list[Any], *, is_delta: bool) -> TensorLink:
-    dtype, shape, base, result, blocks = row
+    dtype, shape, base, result = row
     spec = Spec(dtype, tuple(shape))
-    check_all({name: spec})
+    check(name, spec)
     if not is_weights_digest(result) or not (is_weights_digest(base) if is_delta else base is None):
         raise InvalidRequest(f"tensor {name} has the digests {shown(base)} and {shown(result)}")
-    return TensorLink(spec, result, base, tuple(_blocks(spec, blocks, is_delta=is_delta)))
+    return TensorLink(spec, result, base)
 
 
-def _blocks(spec: Spec, rows: list[Any], *, is_delta: bool) -> list[Block]:
-    if len(rows) != (spec.num_blocks if is_delta else 0):
-        raise InvalidRequest(f"a tensor of {spec.num_elements} elements has {len(rows)} blocks")
-    blocks = [Block(form, count, tuple(lengths)) for form, count, lengths in rows]
-    for size, block in zip(spec.block_sizes, blocks, strict=False):
-        planes.check(block.form, block.count, len(block.lengths), size=size, width=spec.width)
+def _blocks(shapes: Mapping[str, Spec], rows: list[Any], *, is_delta: bool) -> tuple[Block, ...]:
+    least = sum(spec.num_elements for spec in shapes.values()) // BLOCK if is_delta else 0
+    joined = segments(shapes) if is_delta and least <= len(rows) else ()
+    if len(rows) != len(joined):
+        raise InvalidRequest(f"tensors of {max(least, len(joined))} segments or more have {len(rows)} blocks")
+    blocks = tuple(Block(form, count, tuple(lengths)) for form, count, lengths in rows)
+    for segment, block in zip(joined, blocks, strict=True):
+        planes.check(block.form, block.count, len(block.lengths), size=segment.size, width=segment.width)
         for length in block.lengths:
             _number("a frame's length", length)
     return blocks

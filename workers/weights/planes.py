@@ -16,7 +16,7 @@ block allows. Knows arrays and bytes only: neither files nor digests of whole te
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,15 +71,15 @@ SAME = Piece("same", 0)
 FORMS = ("same", "gaps", "bitmask", "dense")
 
 
-def encode(old: Words, new: Words, *, advance: bool = False) -> tuple[Piece, bytes]:
-    """Return what leads from `old` to `new`, and the digest of `new`. With `advance`, `old` becomes equal to `new`."""
-    digest = Hasher()
-    parts = [_compare(old, new, start, digest, advance) for start in range(0, len(new), CHUNK)]
-    found = [part for part in parts if part is not None]
+def encode(pairs: Sequence[tuple[Words, Words]]) -> tuple[Piece, list[bytes]]:
+    """Return what leads from the old to the new words of all pairs, taken as one block; and each new one's digest."""
+    size, dtype = sum(len(new) for _, new in pairs), pairs[0][1].dtype
+    digests = [Hasher() for _ in pairs]
+    found = [change for change in _changes(pairs, digests, size, dtype) if change is not None]
     if not found:
-        return SAME, digest.digest()
+        return SAME, [digest.digest() for digest in digests]
     positions, values = (np.concatenate(each) for each in zip(*found, strict=True))
-    return _smallest(positions, values, len(new)), digest.digest()
+    return _smallest(positions, values, size), [digest.digest() for digest in digests]
 
 
 def decode(
@@ -130,24 +130,37 @@ def patch(words: Words, change: Change, *, start: int = 0) -> None:
     words[here] += change.values[first:last]
 
 
-def _compare(
-    old: Words, new: Words, start: int, digest: Hasher, advance: bool
-) -> tuple[NDArray[np.int64], Words] | None:
-    """Positions and differences in one chunk; words of 8 bytes are looked at first, since most are zero."""
-    before, after = old[start : start + CHUNK], new[start : start + CHUNK]
-    digest.update(after.data)
-    shift = 3 - new.itemsize.bit_length() + 1  # of 8 bytes to elements: a power of two, since division takes long
+def _changes(
+    pairs: Sequence[tuple[Words, Words]], digests: Sequence[Hasher], size: int, dtype: np.dtype
+) -> Iterator[tuple[NDArray[np.int64], Words] | None]:
+    """Subtract chunk by chunk, in memory that stays in a core's cache; a chunk goes on with the next pair."""
+    chunk, start, filled = scratch(min(CHUNK, size), dtype), 0, 0
+    for (old, new), digest in zip(pairs, digests, strict=True):
+        at = 0
+        while at < len(new):
+            taken = min(len(chunk) - filled, len(new) - at)
+            after = new[at : at + taken]
+            digest.update(after.data)
+            np.subtract(after, old[at : at + taken], out=chunk[filled : filled + taken])
+            at, filled = at + taken, filled + taken
+            if filled == len(chunk):
+                yield _nonzero(chunk, start)
+                start, filled = start + filled, 0
+    if filled:
+        yield _nonzero(chunk[:filled], start)
+
+
+def _nonzero(chunk: Words, start: int) -> tuple[NDArray[np.int64], Words] | None:
+    """Positions and values of what isn't zero; words of 8 bytes are looked at first, since most are."""
+    shift = 4 - chunk.itemsize.bit_length()  # of 8 bytes to elements: a power of two, since division takes long
     per_word = 1 << shift
-    change = scratch(-(-len(after) // per_word) * per_word, new.dtype)
-    change[len(after) :] = 0
-    np.subtract(after, before, out=change[: len(after)])
-    eights = change.view(np.uint64)
+    padded = scratch(-(-len(chunk) // per_word) * per_word, chunk.dtype)  # the chunk's own memory
+    padded[len(chunk) :] = 0
+    eights = padded.view(np.uint64)
     words = np.flatnonzero(eights != 0)
     if not len(words):
         return None
-    if advance:
-        np.copyto(before, after)
-    candidates = eights[words].view(new.dtype)
+    candidates = eights[words].view(chunk.dtype)
     hits = np.flatnonzero(candidates != 0)
     positions = words[hits >> shift] << shift
     positions += hits & (per_word - 1)

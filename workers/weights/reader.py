@@ -6,11 +6,10 @@ what it made: weights that aren't exactly the version are never vouched for.
 """
 
 import logging
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
-from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,26 +18,17 @@ from openrl.workers.weights import links, planes
 from openrl.workers.weights.anchor import Anchor
 from openrl.workers.weights.chain import Route, routes
 from openrl.workers.weights.delta import Delta
-from openrl.workers.weights.digests import Hasher, block_digest, tensor_digest
+from openrl.workers.weights.digests import Hasher, block_digest, tensor_digests
 from openrl.workers.weights.lanes import THREADS, fitting, in_order
 from openrl.workers.weights.links import Link
 from openrl.workers.weights.planes import CHUNK, Change
 from openrl.workers.weights.resident import Resident
-from openrl.workers.weights.specs import BLOCK, Words, differences
+from openrl.workers.weights.specs import BLOCK, Part, Segment, differences
 
 log = logging.getLogger(__name__)
 
 KEPT_BYTES = 1 << 30
 """Memory for decoded changes between `prepare` and `apply`: ten bytes for each bfloat16 weight that changes."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """One block of one tensor, as it is in memory now."""
-
-    name: str
-    number: int
-    words: Words
 
 
 class Switch:
@@ -50,7 +40,7 @@ class Switch:
         self.target, self.route = target, route
         self._resident, self._deltas, self._anchor = resident, deltas, anchor
         self._start = resident.at
-        self._kept: dict[tuple[str, int], list[Change]] = {}
+        self._kept: dict[int, list[Change]] = {}
         """Changes as they were verified, so that the pause needn't decode them again; as many as fit `KEPT_BYTES`."""
         self._room = KEPT_BYTES
 
@@ -79,7 +69,7 @@ class Switch:
             )
         touched = self.touched
         self._resident.disown()
-        self._check(touched, in_order(self._patched, _blocks(self._resident, touched), threads=threads))
+        self._check(touched, self._patched, threads=threads)
         self._resident.settle(self.target.ident, self.target.results)
         return touched
 
@@ -100,62 +90,78 @@ class Switch:
         Raises:
             InvalidRequest: one differs; it is named.
         """
-        names = sorted(self.target.tensors)
-        specs = self.target.specs.values()
-        threads = fitting(
-            threads,
-            num_elements=sum(spec.num_elements for spec in specs),
-            num_blocks=sum(spec.num_blocks for spec in specs),
-        )
-        self._check(names, in_order(self._foreseen, _blocks(self._resident, names), threads=threads))
+        self._check(tuple(sorted(self.target.tensors)), self._foreseen, threads=threads)
 
-    def _check(self, names: Iterable[str], digests: Generator[bytes, None, None]) -> None:
-        with closing(digests):  # no block is worked on any more when this returns or raises
-            for name in names:
-                tensor = self.target.tensors[name]
-                found = tensor_digest(tensor.spec, islice(digests, tensor.spec.num_blocks))
-                if found != tensor.result:
-                    way = f"version {self.target.name!r} doesn't come out right: {self.route}"
-                    raise InvalidRequest(f"tensor {name} of {way}")
+    def _check(self, names: Collection[str], digested: Callable[["_Job"], list[bytes]], *, threads: int) -> None:
+        """Compare each tensor with its digest, given a function that digests the parts of a segment."""
+        chosen = set(names)
+        jobs = []
+        for number, segment in enumerate(self.target.segments):
+            if parts := tuple(part for part in segment.parts if part.name in chosen):
+                jobs.append(_Job(number, Segment(segment.width, parts)))
+        with closing(in_order(digested, jobs, threads=fitting(threads, jobs))) as digests:
+            tensors = {name: self.target.tensors[name] for name in names}
+            specs = {name: tensor.spec for name, tensor in tensors.items()}
+            found = tensor_digests(specs, [job.segment for job in jobs], digests)
+        for name, tensor in tensors.items():
+            if found[name] != tensor.result:
+                way = f"version {self.target.name!r} doesn't come out right: {self.route}"
+                raise InvalidRequest(f"tensor {name} of {way}")
 
-    def _foreseen(self, block: _Block) -> bytes:
-        """Digest a block as it will be, chunk by chunk, in memory that stays in a core's cache."""
-        changes, digest = self._changes(block), Hasher()
-        self._keep(block, changes)
-        for start in range(0, len(block.words), CHUNK):
-            now = block.words[start : start + CHUNK]
+    def _foreseen(self, job: "_Job") -> list[bytes]:
+        """Digest the parts of a segment as they will be, chunk by chunk, in memory that stays in a core's cache."""
+        changes = self._changes(job.number)
+        self._keep(job.number, changes)
+        return [self._digest_foreseen(part, changes) for part in job.segment.parts]
+
+    def _digest_foreseen(self, part: Part, changes: list[Change]) -> bytes:
+        digest, words = Hasher(), part.of(self._resident.words)
+        for start in range(0, part.size, CHUNK):
+            now = words[start : start + CHUNK]
             chunk = planes.scratch(len(now), now.dtype)
             if self._anchor is None:
                 np.copyto(chunk, now)
             else:
-                self._anchor.read(block.name, block.number * BLOCK + start, chunk)
+                self._anchor.read(part.name, part.number * BLOCK + start, chunk)
             for change in changes:
-                planes.patch(chunk, change, start=start)
+                planes.patch(chunk, change, start=part.start + start)
             digest.update(chunk.data)
         return digest.digest()
 
-    def _patched(self, block: _Block) -> bytes:
-        """Change a block, and digest what it is now."""
-        if self._anchor is not None:
-            self._anchor.read(block.name, block.number * BLOCK, block.words)
-        for change in self._changes(block):
-            planes.patch(block.words, change)
-        return block_digest(block.words)
+    def _patched(self, job: "_Job") -> list[bytes]:
+        """Change the parts of a segment, and digest what they are now."""
+        changes = self._changes(job.number)
+        digests = []
+        for part in job.segment.parts:
+            words = part.of(self._resident.words)
+            if self._anchor is not None:
+                self._anchor.read(part.name, part.number * BLOCK, words)
+            for change in changes:
+                planes.patch(words, change, start=part.start)
+            digests.append(block_digest(words))
+        return digests
 
-    def _keep(self, block: _Block, changes: list[Change]) -> None:
+    def _keep(self, number: int, changes: list[Change]) -> None:
         size = sum(change.size_bytes for change in changes)
-        if size <= self._room:  # threads may pass it by a block each
+        if size <= self._room:  # threads may pass it by a segment each
             self._room -= size
-            self._kept[block.name, block.number] = changes
+            self._kept[number] = changes
 
-    def _changes(self, block: _Block) -> list[Change]:
-        if (kept := self._kept.get((block.name, block.number))) is not None:
+    def _changes(self, number: int) -> list[Change]:
+        if (kept := self._kept.get(number)) is not None:
             return kept
         found = (
-            delta.change(block.name, block.number, block.words.dtype, back=not hop.is_forward)
+            delta.change(number, back=not hop.is_forward)
             for delta, hop in zip(self._deltas, self.route.hops, strict=True)
         )
         return [change for change in found if change is not None]
+
+
+class _Job(NamedTuple):
+    """What is worked on at once: some parts of a segment, and which one that is."""
+
+    number: int
+    segment: Segment
 
 
 class Reader:
@@ -217,10 +223,3 @@ def _check_chain(route: Route, resident: Resident) -> None:
             name = next(name for name in sorted(hop.before) if now.get(name) != hop.before[name])
             raise InvalidRequest(f"the delta of version {hop.link.name!r} was made for another tensor {name}")
         now = hop.after
-
-
-def _blocks(resident: Resident, names: Iterable[str]) -> Iterator[_Block]:
-    for name in names:
-        words = resident.words[name]
-        for number in range(resident.specs[name].num_blocks):
-            yield _Block(name, number, words[number * BLOCK : (number + 1) * BLOCK])

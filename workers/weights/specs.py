@@ -116,3 +116,49 @@ def differences(found: Mapping[str, Spec], expected: Mapping[str, Spec]) -> str:
 def blocks(words: Words) -> list[Words]:
     """Cut a tensor's words into its blocks, which share its memory."""
     return [words[start : start + BLOCK] for start in range(0, len(words), BLOCK)]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One block of a tensor, and where it lies in its segment."""
+
+    name: str
+    number: int
+    start: int
+    size: int
+
+    def of(self, words: Mapping[str, Words]) -> Words:
+        """Its bits, of those of all tensors."""
+        return words[self.name][self.number * BLOCK : self.number * BLOCK + self.size]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Blocks of one width that are worked on and encoded together, as if they lay one after another."""
+
+    width: int
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements of all parts together, up to `BLOCK`."""
+        return self.parts[-1].start + self.parts[-1].size
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of its words."""
+        return np.dtype(f"<u{self.width}")
+
+
+def segments(specs: Mapping[str, Spec]) -> tuple[Segment, ...]:
+    """Join the blocks of all tensors, in the order of widths, names and blocks: each segment takes as many as fit."""
+    found: list[tuple[int, list[Part]]] = []
+    for name in sorted(specs, key=lambda name: (specs[name].width, name)):
+        width = specs[name].width
+        for number, size in enumerate(specs[name].block_sizes):
+            start = found[-1][1][-1].start + found[-1][1][-1].size if found and found[-1][0] == width else BLOCK
+            if start + size > BLOCK:
+                found.append((width, []))
+                start = 0
+            found[-1][1].append(Part(name, number, start, size))
+    return tuple(Segment(width, tuple(parts)) for width, parts in found)
