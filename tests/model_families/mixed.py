@@ -18,7 +18,7 @@ from openrl.workers.model.loading import LoadedModel
 from openrl.workers.trainer.runs import Run
 from openrl.workers.weights.adapter import Adapter, save_adapter
 from tests.plain import LOSSES, Plain, exported
-from tests.trainer.bench import BASE, Bench, forward_backward
+from tests.trainer.bench import BASE, Bench, computed, forward_backward
 
 KINDS = [
     (1, {}),
@@ -129,4 +129,6 @@ def result(outcome: Outcome) -> tuple[np.ndarray, dict[str, float]]:
     """All log-probabilities of an operation, and its metrics."""
     assert outcome.error is None, outcome.error
     decoded = output_to_json(outcome.result)
-    return np.concatenate([record["logprobs"]["data"] for record in decoded["loss_fn_outputs"]]), decoded["metrics"]
+    return np.concatenate([record["logprobs"]["data"] for record in decoded["loss_fn_outputs"]]), computed(
+        decoded["metrics"]
+    )

@@ -11,8 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from openrl.workers.model.attention import BLOCK, KVCache, Row, cached, hidden_states, packed, positions, row_positions
+from openrl.workers.model import decoder
+from openrl.workers.model.attention import BLOCK, hidden_states, packed, positions
 from openrl.workers.model.families import FAMILIES
+from openrl.workers.model.kv_cache import KVCache, Row, cached, row_positions
 from openrl.workers.model.loading import load
 from openrl.workers.model.logprobs import head_logits
 from openrl.workers.model.recomputing import Recomputing
@@ -154,10 +156,11 @@ def test_an_option_of_a_family_changes_what_the_zoo_computes(models, tmp_path, o
     assert close(logits(loaded, tokens), logits(other, tokens)) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["qwen2.5", "mistral", "gemma3", "gemma2", "qwen3-moe"])
+@pytest.mark.parametrize("name", sorted(ZOO))
 def test_token_by_token_past_the_window_equals_the_stock_model(models, name):
     """Sequences of different age, read in parts, in neighbouring slots and spread, that begin at different steps."""
     loaded = models(name)
+    way = decoder.way_through(loaded)
     stock = AutoModelForCausalLM.from_pretrained(loaded.tokenizer_path)
     sequences = {slot: some_tokens(length, seed=slot) for slot, length in {0: 30, 1: 22, 5: 26}.items()}
     cache = KVCache(loaded, slots=6, max_length=32)
@@ -167,8 +170,8 @@ def test_token_by_token_past_the_window_equals_the_stock_model(models, name):
     for step in plan:
         rows = [Row(slot, done[slot], length) for slot, length in step.items()]
         tokens = torch.cat([sequences[row.slot][row.start : row.start + row.length] for row in rows])
-        with torch.no_grad(), cached(cache, rows):
-            parts = hidden_states(loaded, tokens, row_positions(rows)).split([row.length for row in rows])
+        with torch.no_grad(), cached(cache, rows) as appending:
+            parts = way.hidden_states(tokens, row_positions(rows), appending).split([row.length for row in rows])
         for row, part in zip(rows, parts, strict=True):
             done[row.slot] += row.length
             hidden[row.slot].append(part)

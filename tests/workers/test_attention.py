@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from openrl.workers.model.attention import KVCache, Row, cached, hidden_states, packed, positions, row_positions
+from openrl.workers.model.attention import hidden_states, packed, positions
+from openrl.workers.model.kv_cache import KVCache, Row, cached, row_positions
 from openrl.workers.model.loading import load
 from openrl.workers.model.logprobs import head_logits
 from openrl.workers.model.lora import Adapter, Segment, routing

@@ -35,7 +35,7 @@ def test_the_kernel_is_given_each_sequences_bounds_the_window_and_the_scale(wind
         ours = together.attend(query, key, value, scale=scale, window=window)
         rule = attention.Rule(scale, window)
         one_by_one = [
-            attention._causal(*parts, rule)
+            attention.causal(*parts, rule)
             for parts in zip(*(each.split(LENGTHS, 2) for each in (query, key, value)), strict=True)
         ]
         torch.testing.assert_close(ours, torch.cat(one_by_one, 2))

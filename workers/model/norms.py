@@ -27,7 +27,7 @@ class RootMeanSquareNorm(nn.Module):
         if torch.is_grad_enabled() and x.requires_grad:
             y: Tensor = _Norm.apply(x, self.weight, self.eps)
             return y
-        return self.weight * _normalized(x, self.eps)[0]
+        return self.weight * normalized(x, self.eps)[0]
 
 
 def install(model: nn.Module) -> None:
@@ -39,7 +39,7 @@ def install(model: nn.Module) -> None:
             model.set_submodule(name, RootMeanSquareNorm(weight, eps))
 
 
-def _normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return `x` normalized, in its dtype, and what it was multiplied with, float32 [..., 1]."""
     wide = x.float()
     factor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -52,7 +52,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        normal, factor = _normalized(x, eps)
+        normal, factor = normalized(x, eps)
         ctx.save_for_backward(normal, factor, weight_D)
         return weight_D * normal
 

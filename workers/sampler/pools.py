@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from openrl.workers.model.attention import KVCache
+from openrl.workers.model.kv_cache import KVCache
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.parking import Device
 from openrl.workers.sampler.places import SMALLEST, Place

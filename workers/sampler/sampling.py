@@ -51,11 +51,13 @@ def draw(logits_BV: Tensor, rules: Sequence[Rule], uniforms_B: np.ndarray) -> Dr
     """
     logprobs_BV = tempered_logprobs(logits_BV, [rule.temperature for rule in rules])
     greedy = [rule.temperature == 0 for rule in rules]
-    tokens_B = logits_BV.argmax(-1) if any(greedy) else logits_BV.new_zeros(len(rules), dtype=torch.long)
-    if not all(greedy):
+    if all(greedy):
+        tokens_B = logits_BV.argmax(-1)
+    else:
         uniforms_B1 = torch.from_numpy(uniforms_B).to(logits_BV.device)[:, None]
-        drawn_B = _inverse_cdf(_cut(logprobs_BV, rules), uniforms_B1)[:, 0]
-        tokens_B = torch.where(torch.tensor(greedy, device=logits_BV.device), tokens_B, drawn_B)
+        tokens_B = _inverse_cdf(_cut(logprobs_BV, rules), uniforms_B1)[:, 0]
+        if any(greedy):
+            tokens_B = torch.where(torch.tensor(greedy, device=logits_BV.device), logits_BV.argmax(-1), tokens_B)
     return Draw(tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0], logprobs_BV)
 
 
@@ -146,7 +148,9 @@ def _inverse_cdf(weights_BV: Tensor, uniforms_BK: Tensor) -> Tensor:
     rows, vocab = weights_BV.shape
     whole = vocab // BLOCK * BLOCK
     sums_BN = weights_BV[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1) if whole else weights_BV.new_empty(rows, 0)
-    sums_BN = torch.cat([sums_BN, weights_BV[:, whole:].sum(-1, keepdim=True)], 1).double()
+    if whole < vocab:
+        sums_BN = torch.cat([sums_BN, weights_BV[:, whole:].sum(-1, keepdim=True)], 1)
+    sums_BN = sums_BN.double()
     return torch.cat([_pick(weights_BV, sums_BN, uniforms_B1) for uniforms_B1 in uniforms_BK.split(1, 1)], 1)
 
 
@@ -155,7 +159,10 @@ def _pick(weights_BV: Tensor, sums_BN: Tensor, uniforms_B1: Tensor) -> Tensor:
     vocab = weights_BV.shape[1]
     block_B1, share_B1 = _first_above(sums_BN, uniforms_B1)
     ids_BL = block_B1 * BLOCK + torch.arange(BLOCK, device=weights_BV.device)
-    inside_BL = weights_BV.gather(1, ids_BL.clamp(max=vocab - 1)).double().masked_fill_(ids_BL >= vocab, 0.0)
+    if vocab % BLOCK:
+        inside_BL = weights_BV.gather(1, ids_BL.clamp(max=vocab - 1)).double().masked_fill_(ids_BL >= vocab, 0.0)
+    else:
+        inside_BL = weights_BV.gather(1, ids_BL).double()
     return block_B1 * BLOCK + _first_above(inside_BL, share_B1)[0]
 
 

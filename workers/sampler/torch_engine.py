@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from openrl.tasks.wire import codec
-from openrl.workers.model import attention
+from openrl.workers.model import decoder, kv_cache
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.logprobs import head_logits
 from openrl.workers.model.lora import Adapter, Segment, routing
@@ -97,6 +97,7 @@ class TorchEngine(InHand[Adapter]):
         """Run at most `num_slots` sequences on a cache of `kv_tokens` positions, a power of two."""
         super().__init__(versions, decode)
         self._loaded = loaded
+        self._model = decoder.way_through(loaded)
         self._threads = Threads()
         self._flops_per_token = loaded.flops_per_token
         self._prefill_tokens = prefill_tokens
@@ -233,18 +234,18 @@ class TorchEngine(InHand[Adapter]):
     def _forward(self, rows: list[Row]) -> Tensor:
         """Return the final hidden states [T, D] of the rows' tokens, cached on the way."""
         caches = [self._pools[row.place] for row in rows]
-        cache_rows = [attention.Row(row.place.number, row.start, len(row.tokens)) for row in rows]
+        cache_rows = [kv_cache.Row(row.place.number, row.start, len(row.tokens)) for row in rows]
         for cache, row in zip(caches, cache_rows, strict=True):
             # Whatever an earlier sequence, or a try that failed, left behind.
             cache.truncate(row.slot, row.start)
         device = self._loaded.device
         tokens_T = torch.tensor([token for row in rows for token in row.tokens], device=device)
-        positions_T = attention.row_positions(cache_rows, device)
+        positions_T = kv_cache.row_positions(cache_rows, device)
         with (
             routing(_segments([(row.group.adapter, len(row.tokens)) for row in rows])),
-            attention.cached(caches, cache_rows),
+            kv_cache.cached(caches, cache_rows) as appending,
         ):
-            return attention.hidden_states(self._loaded, tokens_T, positions_T)
+            return self._model.hidden_states(tokens_T, positions_T, appending)
 
     def _look_at_prompt(self, row: Row, outcome: Outcome, hidden_TD: Tensor) -> None:
         """Fill in what the prompt's tokens after those of `row` were worth, as far as the request asks for it."""
