@@ -5,8 +5,8 @@
 
 One JSON line a figure: tokens a second of `forward_backward` and step, the share of the chip's matrix peak that is, and
 the peak memory; for one run alone, for the same tokens as 8 runs of ranks 1 to 64 in one pass (`ratio` is to the run
-alone), for 8 small operations together and one after another, with layers computed again, and for runs that move to
-host memory and back. docs/performance.md says what each is.
+alone), the adapters' products grouped and one after another, for 8 small operations together and one after another,
+with layers computed again, and for runs that move to host memory and back. docs/performance.md says what each is.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from parts import OperationFailed, Parts, batch, random_model
 
+from openrl.workers.model import grouped
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.recomputing import Recomputing
 from openrl.workers.trainer.residency import Residency
@@ -92,6 +93,8 @@ class Line:
     share_of_peak: float | None
     peak_bytes: int | None
     ratio: float | None
+    adapters: str
+    """How the products of several runs' adapters were computed: `grouped` or `loop`."""
 
 
 class Measured:
@@ -111,7 +114,14 @@ class Measured:
         parts = self._parts()
         alone, runs = parts.run(0, rank=SOLO_RANK), [parts.run(1 + n, rank=rank) for n, rank in enumerate(RANKS)]
         solo = self._line("solo", lambda: parts.step([(alone, whole)]), tokens)
-        self._line("mixed8", lambda: parts.step([(run, eighth) for run in runs]), tokens, against=solo)
+
+        def mixed() -> None:
+            parts.step([(run, eighth) for run in runs])
+
+        for name, way in (("mixed8", "auto"), ("mixed8_grouped", "on"), ("mixed8_loop", "off")):
+            grouped.choose(way)
+            self._line(name, mixed, tokens, against=solo)
+        grouped.choose("auto")
         if not keep_on():
             return
         few = batch(4, shape.small_length, vocab=shape.vocab)
@@ -170,8 +180,14 @@ class Measured:
             shape=self._name, device=device_name(self._device), name=name, tokens=tokens, seconds=round(seconds, 5),
             tok_s=round(speed, 1) if tokens else None, share_of_peak=round(share, 4) if tokens else None,
             peak_bytes=peak_bytes, ratio=None if against is None else round(speed / against, 3),
+            adapters=self._adapters(),
         )  # fmt: skip
         print(json.dumps(asdict(line)), flush=True)
+
+    def _adapters(self) -> str:
+        hidden, dtype = self._shape.hidden, self._loaded.dtype
+        asked = grouped.serves(torch.empty(1, hidden, device=self._device, dtype=dtype), hidden, len(RANKS))
+        return "grouped" if asked else "loop"
 
     def _timed(self, call: Callable[[], None]) -> float:
         """Return the median seconds of a call, after one that isn't counted."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-FIELDS = {"shape", "device", "name", "tokens", "seconds", "tok_s", "share_of_peak", "peak_bytes", "ratio"}
+FIELDS = {"shape", "device", "name", "tokens", "seconds", "tok_s", "share_of_peak", "peak_bytes", "ratio", "adapters"}
 
 
 def script(name: str, *args: str, monkeypatch) -> None:
@@ -27,8 +27,10 @@ def test_the_gpu_script_runs_every_figure_on_a_cpu_with_a_tiny_shape(monkeypatch
     chip, *lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert chip["device"] == "cpu" and chip["matmul_tflops"] > 0 and chip["data_sheet_tflops"] is None
     assert [line["name"] for line in lines] == [
-        "solo", "mixed8", "small8_in_turn", "small8_mixed", "solo_checkpointed", "park_and_restore",
+        "solo", "mixed8", "mixed8_grouped", "mixed8_loop", "small8_in_turn", "small8_mixed", "solo_checkpointed",
+        "park_and_restore",
     ]  # fmt: skip
+    assert [line["name"] for line in lines if line["adapters"] == "grouped"] == ["mixed8_grouped"]
     assert all(set(line) == FIELDS and line["seconds"] > 0 for line in lines)
     assert all(
         (line["ratio"] is None) is (line["name"] in ("solo", "small8_in_turn", "park_and_restore")) for line in lines

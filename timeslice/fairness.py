@@ -24,6 +24,12 @@ class DeficitRoundRobin:
         self._quantum = quantum
         self._credit: dict[str, float] = {}
 
+    def copy(self) -> DeficitRoundRobin:
+        """Return one that knows the same and goes its own way from here."""
+        other = DeficitRoundRobin(quantum=self._quantum)
+        other._credit = dict(self._credit)
+        return other
+
     def next(self, waiting: Collection[str]) -> str:
         """Return who of `waiting` (in order of arrival, not empty) is served now.
 

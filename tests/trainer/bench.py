@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from openrl.tasks.errors import NotFound
 from openrl.tasks.journal import Outcome
 from openrl.tasks.messages import CreateModel, Datum, Forward, ForwardBackward, Message
 from openrl.tasks.registry import Checkpoint
+from openrl.tasks.wire.codec import output_to_json
 from openrl.workers.model import loading
 from openrl.workers.trainer.checkpoints import Checkpoints
 from openrl.workers.trainer.device import Device
@@ -79,6 +82,25 @@ class Bench:
     def all(self, *pairs: tuple[Run, Message]) -> list[Outcome]:
         """Carry out several operations in one call."""
         return self.device.execute([self.work(run, message) for run, message in pairs])
+
+
+COSTS = ("seconds:sum", "pass_tokens:max", "pass_waste:max")
+"""Metrics of what an operation cost, which depends on its pass and on the machine."""
+
+
+def computed(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the metrics without those of what the operation cost, which have to be there."""
+    assert metrics.keys() >= set(COSTS), metrics
+    return {name: value for name, value in metrics.items() if name not in COSTS}
+
+
+def told(result: bytes) -> dict[str, Any]:
+    """Return what a promise of any kind holds, without what the operation cost."""
+    if result.startswith(b"{"):
+        answer: dict[str, Any] = json.loads(result)
+        return answer
+    answer = output_to_json(result)
+    return answer | {"metrics": computed(answer["metrics"])}
 
 
 def make_data(loss_fn: str, lengths: list[int], *, seed: int = 0, width: int | None = None) -> tuple[Datum, ...]:

@@ -119,8 +119,10 @@ class Trainer:
         service, data_dir, loaded = self.service, self.service.store.settings.data_dir, self.loaded
         where = {"base_model": BASE, "data_dir": data_dir}
         full = FullTuning() if keys.is_full(self.pool) else None
-        checkpoints = Checkpoints(loaded, slug=self.pool, registry=service.registry, full=full, **where)
-        residency = Residency(loaded.device, most_runs=self.settings.device_runs)
+        residency = Residency(loaded.device, most_runs=self.settings.device_runs, most_bytes=self.settings.device_bytes)
+        checkpoints = Checkpoints(
+            loaded, slug=self.pool, registry=service.registry, full=full, room=residency.room, **where
+        )
         self.device = Device(loaded, checkpoints, token_budget=self.settings.token_budget, residency=residency)
         self.recovery = Recovery(loaded, self.device, service.journal, full=full, **where)
         at_once = self.settings.snapshots_at_once

@@ -12,18 +12,18 @@ from openrl.tasks.messages import ForwardBackward, OptimStep
 from openrl.tasks.wire.codec import output_to_json
 from openrl.workers.weights.adapter import save_adapter
 from tests.plain import Plain
-from tests.trainer.bench import BASE, forward_backward
+from tests.trainer.bench import BASE, computed, forward_backward
 
 
 def result(outcome):
-    """Decode a forward's outcome: logprobs of each datum, metrics."""
+    """Decode a forward's outcome: logprobs of each datum, metrics but those of its costs."""
     assert outcome.error is None, outcome.error
     decoded = output_to_json(outcome.result)
     arrays = [
         np.array(record["logprobs"]["data"], np.float32).reshape(record["logprobs"]["shape"])
         for record in decoded["loss_fn_outputs"]
     ]
-    return arrays, decoded["metrics"]
+    return arrays, computed(decoded["metrics"])
 
 
 def bits(run) -> list[bytes]:

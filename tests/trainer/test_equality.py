@@ -20,7 +20,7 @@ from openrl.tasks.messages import Datum, ForwardBackward, OptimStep
 from openrl.tasks.wire import codec
 from openrl.workers.weights.adapter import save_adapter
 from tests.plain import LOSSES, Plain, exported, furthest
-from tests.trainer.bench import BASE, forward_backward, make_data
+from tests.trainer.bench import BASE, computed, forward_backward, make_data
 
 LENGTHS = [5, 30, 11, 41, 1, 18]
 STEPS = [OptimStep(learning_rate=1e-2, eps=10.0), OptimStep(learning_rate=2e-2, eps=5.0, weight_decay=0.1)]
@@ -92,7 +92,7 @@ def result(outcome) -> tuple[list[np.ndarray], dict[str, float]]:
     assert outcome.error is None, outcome.error
     decoded = codec.output_to_json(outcome.result)
     outputs = [record["logprobs"] for record in decoded["loss_fn_outputs"]]
-    return [np.array(o["data"], np.float32).reshape(o["shape"]) for o in outputs], decoded["metrics"]
+    return [np.array(o["data"], np.float32).reshape(o["shape"]) for o in outputs], computed(decoded["metrics"])
 
 
 @pytest.mark.parametrize("case", CASES)

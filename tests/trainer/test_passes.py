@@ -1,18 +1,20 @@
 """The policy of passes: order within a run, shares between tenants, no cost for a lone run."""
 
+import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
-from openrl.workers.trainer.passes import Pass, Pending, Planner, Queue
+from openrl.workers.trainer.passes import Pass, Pending, Planner, Queue, Room
 
 
-def queue(run_id: str, *operations: tuple[str, int], tenant: str = "t", first: int = 1) -> Queue:
+def queue(run_id: str, *operations: tuple[str, int], tenant: str = "t", first: int = 1, state_bytes: int = 0) -> Queue:
     """Build a queue from (kind, tokens) pairs."""
     pending = tuple(
         Pending(kind=kind, seq_id=first + index, tokens=tokens) for index, (kind, tokens) in enumerate(operations)
     )
-    return Queue(tenant=tenant, run_id=run_id, pending=pending)
+    return Queue(tenant=tenant, run_id=run_id, pending=pending, state_bytes=state_bytes)
 
 
 def names(chosen) -> list[tuple[str, int]]:
@@ -86,7 +88,7 @@ def drive(planner: Planner, queues: dict[str, Queue]) -> list[list[tuple[str, in
         for run_id, seq_id in done:
             head, *rest = queues[run_id].pending
             assert head.seq_id == seq_id
-            queues[run_id] = Queue(tenant=queues[run_id].tenant, run_id=run_id, pending=tuple(rest))
+            queues[run_id] = replace(queues[run_id], pending=tuple(rest))
         passes.append(done)
     return passes
 
@@ -140,3 +142,79 @@ def test_no_more_runs_share_a_pass_than_may():
     queues = [queue(name, ("forward", 10), ("forward", 10)) for name in "abcd"]
     plan = Planner(token_budget=1000, runs_per_pass=2).plan(queues)
     assert len({run for run, _ in names(plan.packed)}) == 2 and len(plan.packed) == 4
+
+
+def test_runs_that_have_no_room_together_train_one_after_another_and_a_larger_one_by_itself():
+    sizes = {"a": 60, "b": 50, "c": 40, "whale": 300}
+    queues = {name: queue(name, ("forward", 10), ("forward", 10), state_bytes=size) for name, size in sizes.items()}
+    passes = drive(Planner(token_budget=1000, room=Room(state_bytes=100)), queues)
+    together = [{run for run, _ in done} for done in passes]
+    assert {"whale"} in together and {"b", "c"} in together
+    for runs in together:
+        assert len(runs) == 1 or sum(sizes[run] for run in runs) <= 100
+
+
+def test_steps_side_by_side_have_room_together_too():
+    queues = [
+        queue(name, ("optim_step", 0), state_bytes=size) for name, size in zip("abcd", (60, 40, 30, 300), strict=True)
+    ]
+    plan = Planner(token_budget=10_000, room=Room(state_bytes=100)).plan(queues)
+    assert [[one.run_id for one in group] for group in plan.groups()] == [["a", "b"], ["c"], ["d"]]
+    plan = Planner(token_budget=10_000, room=Room(runs=3)).plan(queues)
+    assert [len(group) for group in plan.groups()] == [3, 1]
+
+
+def test_a_large_run_waits_at_most_one_pass_for_small_ones_that_fill_the_room():
+    planner, room = Planner(token_budget=100, room=Room(state_bytes=100)), []
+    for number in range(1, 20):
+        small = [queue(name, ("forward", 10), first=number, state_bytes=30, tenant=name) for name in "abc"]
+        large = queue("large", ("forward", 10), first=number, state_bytes=90, tenant="z")
+        room.append({run for run, _ in names(planner.plan([*small, large]).packed)})
+    assert all({"large"} in pair for pair in itertools.pairwise(room))
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_within_any_room_every_run_is_served_and_what_shares_a_pass_fits(seed):
+    draw = random.Random(seed)
+    room = Room(runs=draw.randint(0, 3), state_bytes=draw.choice([0, 100]))
+    queues = {}
+    for index in range(draw.randint(1, 6)):
+        kinds = draw.choices(["forward", "forward_backward", "optim_step", "save_weights"], k=draw.randint(1, 12))
+        operations = [(kind, draw.randint(1, 300)) for kind in kinds]
+        size = draw.randint(1, 150)
+        queues[f"r{index}"] = queue(f"r{index}", *operations, tenant=draw.choice("ab"), state_bytes=size)
+    sizes = {name: item.state_bytes for name, item in queues.items()}
+    planner, left = Planner(token_budget=200, room=room), sum(len(item.pending) for item in queues.values())
+    while left:
+        plan = planner.plan([item for item in queues.values() if item.pending])
+        groups = plan.groups()
+        assert groups
+        for group in groups:
+            runs = {one.run_id for one in group}
+            assert len(runs) == 1 or len(runs) <= (room.runs or len(runs))
+            assert len(runs) == 1 or not room.state_bytes or sum(sizes[run] for run in runs) <= room.state_bytes
+        for one in [one for group in groups for one in group]:
+            head, *rest = queues[one.run_id].pending
+            assert head.seq_id == one.seq_id
+            queues[one.run_id] = replace(queues[one.run_id], pending=tuple(rest))
+            left -= 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_what_is_foreseen_is_the_next_pass_if_nothing_else_comes_and_changes_nothing(seed):
+    draw = random.Random(seed)
+    queues = {}
+    for index in range(4):
+        operations = [(draw.choice(["forward", "optim_step"]), draw.randint(1, 80)) for _ in range(6)]
+        queues[f"r{index}"] = queue(f"r{index}", *operations, tenant=draw.choice("ab"))
+    planner, undisturbed, foreseen = Planner(token_budget=100), Planner(token_budget=100), None
+    while any(item.pending for item in queues.values()):
+        waiting = [item for item in queues.values() if item.pending]
+        plan = planner.plan(waiting)
+        assert plan == undisturbed.plan(waiting)
+        chosen = [*plan.singles, *plan.packed]
+        assert foreseen is None or foreseen == chosen
+        foreseen = planner.foresee(waiting, plan)
+        for run_id, _ in names(chosen):
+            queues[run_id] = replace(queues[run_id], pending=queues[run_id].pending[1:])
+    assert foreseen == []

@@ -8,7 +8,7 @@ from openrl.tasks import keys
 from openrl.tasks.messages import OptimStep, SaveWeights, SaveWeightsForSampler
 from openrl.tasks.quotas import Quotas
 from openrl.tasks.usage import Usage
-from tests.trainer.bench import forward_backward
+from tests.trainer.bench import forward_backward, told
 
 
 def directories(service) -> list[str]:
@@ -34,7 +34,7 @@ def test_a_save_over_the_quota_fails_leaves_no_file_and_the_run_trains_on_with_t
     for message in (forward_backward(seed=1), OptimStep(learning_rate=0.01), forward_backward(seed=2)):
         undisturbed.submit(message)
         trainer.spin()
-    assert client.future(5).result == undisturbed.future(3).result
+    assert told(client.future(5).result) == told(undisturbed.future(3).result)
     Quotas(service.store).reset("t")
     client.submit(SaveWeights(name="a"))
     trainer.spin()

@@ -185,7 +185,7 @@ def test_a_run_that_can_not_be_rebuilt_waits_and_leaves_the_others_alone(service
     assert (broken.states(), other.states()) == ("ddp", "ddd")
     assert "adapter_model.safetensors" in caplog.text
     file.write_bytes(good)
-    trainer.engine._doubtful.clear()
+    trainer.engine._doubts.clear()
     trainer.spin()
     assert broken.states() == "ddd"
 
@@ -291,7 +291,7 @@ def test_whatever_keeps_a_run_from_being_rebuilt_others_go_on_and_its_client_get
         client.submit(OptimStep())
     second.spin()
     assert (broken.states(), other.states()) == ("ddp", "ddd")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while broken.states() == "ddp" and time.monotonic() < deadline:
         second.spin()
     future = broken.future(2)
@@ -312,6 +312,6 @@ def test_a_body_that_is_lost_is_never_skipped_in_silence(service):
     second.spin()
     assert service.futures.get("t", f"{client.run_id}:2").state == "pending"
     spool.with_name("away").rename(spool)
-    second.engine._doubtful.clear()
+    second.engine._doubts.clear()
     second.spin()
     assert client.states() == "ddd"

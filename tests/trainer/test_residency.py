@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from openrl.tasks.journal import Outcome
 from openrl.tasks.messages import OptimStep, SaveWeights
 from openrl.workers.trainer.device import Device
-from openrl.workers.trainer.residency import ALIGNMENT, Residency
+from openrl.workers.trainer.residency import ALIGNMENT, Residency, state_bytes
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.settings import TrainerSettings
+from openrl.workers.trainer.work import Work
 from tests.trainer.bench import Bench, forward_backward
 from tests.trainer.service import Service
 from tests.trainer.test_device import bits, result
@@ -126,10 +128,51 @@ def test_through_the_journal_more_runs_than_places_answer_as_those_with_places_f
     assert answers(device_runs=2) == answers()
 
 
-def test_a_pass_has_no_more_runs_than_the_device_has_places():
-    assert TrainerSettings().most_runs_of_a_pass == 0
-    assert TrainerSettings(device_runs=8).most_runs_of_a_pass == 8
-    assert TrainerSettings(device_runs=8, runs_per_pass=3).most_runs_of_a_pass == 3
+def test_through_the_journal_no_pass_holds_more_than_the_device_and_every_answer_is_the_same(service: Service):
+    def answers(**settings: float) -> tuple[list[dict], list[int], int]:
+        clients = [service.client(seed=n, rank=2 + n) for n in range(4)]
+        trainer, held = service.trainer(token_budget=1000, **settings), []
+        trainer.spin()
+        execute = trainer.device.execute
+
+        def weighed(works: list[Work]) -> list[Outcome]:
+            held.append(sum(state_bytes(run.trained) for run in {work.run for work in works}))
+            outcomes = execute(works)
+            on_device = [run for run in trainer.engine._residents if run in trainer.device.residency]
+            assert sum(state_bytes(run.trained) for run in on_device) <= settings.get("device_bytes", 0)
+            return outcomes
+
+        trainer.device.execute = weighed
+        for client in clients:
+            client.submit(forward_backward(lengths=[5]))
+            client.submit(OptimStep(learning_rate=0.01))
+        trainer.spin()
+        assert [client.states() for client in clients] == ["ddd"] * 4
+        metrics = [client.answer(2)["metrics"] for client in clients]
+        sizes = [state_bytes(trainer.resident(client).trained) for client in clients]
+        trainer.die()
+        return metrics, held, sum(sizes[1:3])
+
+    free, held, room = answers()
+    bounded, cut, _ = answers(device_bytes=room)
+    assert free == bounded
+    assert max(held) > room >= max(cut) > 0 and len(cut) > len(held)
+
+
+def test_a_run_that_has_no_room_by_itself_is_refused_when_it_is_created_and_one_that_has_is_not(service: Service):
+    small, large = service.client(rank=2), service.client(rank=8)
+    probe = service.trainer()
+    probe.spin()
+    room = state_bytes(probe.resident(large).trained) - 1
+    probe.die()
+    trainer, refused, taken = service.trainer(device_bytes=room), service.client(rank=8), service.client(rank=2)
+    refused.submit(forward_backward(lengths=[5]))
+    taken.submit(forward_backward(lengths=[5]))
+    trainer.spin()
+    assert (refused.states(), taken.states(), small.states()) == ("ff", "dd", "d")
+    error = refused.future(0)
+    assert error.category == "user" and f"takes {room + 1} bytes on the device" in error.error
+    assert f"has {room} for its runs" in error.error and "OPENRL_TRAINER_DEVICE_BYTES" in error.error
 
 
 def test_a_word_that_is_no_choice_is_refused_by_name():

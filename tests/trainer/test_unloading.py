@@ -229,7 +229,7 @@ def test_a_run_that_was_dropped_in_an_error_has_left_the_device_before_the_turn_
     def passed_on(*args, **kwargs):
         raise StaleOwner("the lease was lost")
 
-    accelerator.turn, trainer.engine._send = turn, passed_on
+    accelerator.turn, trainer.engine._settling._send = turn, passed_on
     client.submit(TRAINING[0])
     with pytest.raises(StaleOwner):
         trainer.engine.turn()

@@ -3,7 +3,7 @@
 Tokens of all runs lie on one packed axis `T`; segments of it name their adapter. Each adapted module computes
 its frozen base once for all tokens, and each segment then gets its own adapter's share, so that no run's numbers
 or gradients can depend on who else is in the pass. An adapter that owns no segment is not part of the graph: its
-gradients stay None.
+gradients stay None. Where an accelerator multiplies groups (`grouped`), those shares are a few products for all.
 
 Axes: `T` packed tokens, `S` tokens of a segment, `R` rank, `I` inputs, `O` outputs. Everything is computed in the
 base's dtype: float32 on a CPU; on a bfloat16 base the float32 factors are rounded on use, and their gradients
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from openrl.workers.model import grouped
 from openrl.workers.weights.adapter import Adapter
 
 __all__ = ["Adapter", "MultiLoraLinear", "Segment", "current_route", "joined", "routing", "segments_over"]
@@ -34,8 +35,8 @@ class Segment:
     adapter: Adapter | None
 
 
-# Start, stop and scale of each segment.
-_Spans = tuple[tuple[int, int, float], ...]
+# Start and stop of a segment, and its adapter's A, B and scale.
+_Part = tuple[int, int, tuple[Tensor, Tensor, float]]
 _ROUTE: ContextVar[tuple[Segment, ...]] = ContextVar("openrl_route", default=())
 
 
@@ -107,21 +108,38 @@ def adapted(name: str, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, s
     ]
     if not torch.is_grad_enabled():
         y_TO = nn.functional.linear(x_TI, weight_OI, bias_O)
+        if grouped.serves(x_TI, len(weight_OI), len(parts)):
+            grouped.Groups(x_TI, len(weight_OI), *_flat(parts)).add(y_TO, x_TI)
+            return y_TO
         for start, stop, (a_RI, b_OR, scale) in parts:
-            _add(y_TO[start:stop], x_TI[start:stop], a_RI, b_OR, scale)
+            _add(_rows(y_TO, start, stop), _rows(x_TI, start, stop), a_RI, b_OR, scale)
         return y_TO
     if not parts:
         return nn.functional.linear(x_TI, weight_OI, bias_O)
-    spans = tuple((start, stop, factors[2]) for start, stop, factors in parts)
-    flat = [tensor for *_, factors in parts for tensor in factors[:2]]
+    spans, flat = _flat(parts)
     result: Tensor = _Adapted.apply(x_TI, weight_OI, bias_O, spans, *flat)
     return result
 
 
+def _rows(all_T: Tensor, start: int, stop: int) -> Tensor:
+    """Return the rows [start, stop); where they are all, what was given: on a short pass a view is not for free."""
+    return all_T if stop - start == all_T.size(0) else all_T[start:stop]  # `len` of a tensor is slow Python
+
+
+def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """Return the tensor in this dtype; nothing is asked of torch where it is there already."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+def _flat(parts: Sequence[_Part]) -> tuple[grouped.Spans, list[Tensor]]:
+    spans = tuple((start, stop, factors[2]) for start, stop, factors in parts)
+    return spans, [tensor for *_, factors in parts for tensor in factors[:2]]
+
+
 def _add(y_SO: Tensor, x_SI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
     """Add the adapter's share to `y_SO`; return `A x^T` [R, S], which its gradient needs."""
-    h_RS = a_RI.to(x_SI.dtype) @ x_SI.t()
-    y_SO.addmm_(h_RS.t(), b_OR.to(x_SI.dtype).t(), alpha=scale)
+    h_RS = torch.mm(_in(x_SI.dtype, a_RI), x_SI.t())
+    y_SO.addmm_(h_RS.t(), _in(x_SI.dtype, b_OR).t(), alpha=scale)
     return h_RS
 
 
@@ -134,12 +152,17 @@ class _Adapted(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, spans: _Spans, *factors: Tensor
+        ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, spans: grouped.Spans, *factors: Tensor
     ) -> Tensor:
         y_TO = nn.functional.linear(x_TI, weight_OI, bias_O)
+        ctx.groups = None
+        if grouped.serves(x_TI, len(weight_OI), len(spans)):
+            ctx.groups = grouped.Groups(x_TI, len(weight_OI), spans, factors)
+            ctx.save_for_backward(x_TI, weight_OI, ctx.groups.add(y_TO, x_TI))
+            return y_TO
         inner = []
         for (start, stop, scale), a_RI, b_OR in zip(spans, factors[::2], factors[1::2], strict=True):
-            inner.append(_add(y_TO[start:stop], x_TI[start:stop], a_RI, b_OR, scale))
+            inner.append(_add(_rows(y_TO, start, stop), _rows(x_TI, start, stop), a_RI, b_OR, scale))
         ctx.spans = spans
         ctx.save_for_backward(x_TI, weight_OI, *factors, *inner)
         return y_TO
@@ -148,21 +171,24 @@ class _Adapted(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, weight_OI, *rest = ctx.saved_tensors
+        if ctx.groups is not None:
+            dx_TI = torch.mm(dy_TO, weight_OI) if ctx.needs_input_grad[0] else None
+            return dx_TI, None, None, None, *ctx.groups.gradients(dy_TO.contiguous(), x_TI, rest[0], dx_TI)
         number = 2 * len(ctx.spans)
         factors, inner = rest[:number], rest[number:]
         dtype = factors[0].dtype
-        dx_TI = dy_TO @ weight_OI if ctx.needs_input_grad[0] else None
+        dx_TI = torch.mm(dy_TO, weight_OI) if ctx.needs_input_grad[0] else None
         gradients: list[Tensor | None] = []
         for (start, stop, scale), a_RI, b_OR, h_RS in zip(ctx.spans, factors[::2], factors[1::2], inner, strict=True):
-            dy_SO = dy_TO[start:stop]
-            a_RI, b_OR = a_RI.to(dy_SO.dtype), b_OR.to(dy_SO.dtype)
-            dh_RS = b_OR.t() @ dy_SO.t()
+            dy_SO = _rows(dy_TO, start, stop)
+            a_RI, b_RO = _in(dy_SO.dtype, a_RI), _in(dy_SO.dtype, b_OR).t()
+            dh_RS = torch.mm(b_RO, dy_SO.t())
             if dx_TI is not None:
-                dx_TI[start:stop].addmm_(dh_RS.t(), a_RI, alpha=scale)
+                _rows(dx_TI, start, stop).addmm_(dh_RS.t(), a_RI, alpha=scale)
             # With beta 0 what is added to counts for nothing: a product times `scale`.
-            da_RI = torch.addmm(a_RI, dh_RS, x_TI[start:stop], beta=0, alpha=scale)
-            db_RO = torch.addmm(b_OR.t(), h_RS, dy_SO, beta=0, alpha=scale)
-            gradients += da_RI.to(dtype), db_RO.to(dtype).t().contiguous()
+            da_RI = torch.addmm(a_RI, dh_RS, _rows(x_TI, start, stop), beta=0, alpha=scale)
+            db_RO = torch.addmm(b_RO, h_RS, dy_SO, beta=0, alpha=scale)
+            gradients += _in(dtype, da_RI), _in(dtype, db_RO).t().contiguous()
         return dx_TI, None, None, None, *gradients
 
 

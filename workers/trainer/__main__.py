@@ -26,7 +26,7 @@ from openrl.tasks.registry import Registry
 from openrl.tasks.settings import StoreSettings
 from openrl.tasks.store import Store
 from openrl.tasks.worker import serve
-from openrl.workers.model import loading
+from openrl.workers.model import grouped, loading
 from openrl.workers.model.accelerator import Accelerator
 from openrl.workers.model.recomputing import Recomputing
 from openrl.workers.model.settings import AcceleratorSettings
@@ -96,6 +96,7 @@ def build(
 
     lease = new_lease()
     torch.set_num_threads(settings.torch_threads or os.cpu_count() or 1)
+    grouped.choose(settings.grouped_mm)
     full = _full_tuning(settings) if keys.is_full(slug) else None
     loaded = loading.load(model.path, dtype=_DTYPES[settings.compute_dtype] if full else None)
     loaded.require(model.digest)
@@ -106,12 +107,21 @@ def build(
     if full:  # which is alone, and leaves when nothing has asked for it for long
         settings = replace(settings, resident_bytes=sys.maxsize, device_bytes=sys.maxsize)
     data_dir = store_settings.data_dir
-    checkpoints = Checkpoints(loaded, base_model=model.name, slug=slug, registry=registry, data_dir=data_dir, full=full)
+    residency = Residency(loaded.device, most_runs=settings.device_runs, most_bytes=settings.device_bytes)
+    checkpoints = Checkpoints(
+        loaded,
+        base_model=model.name,
+        slug=slug,
+        registry=registry,
+        data_dir=data_dir,
+        full=full,
+        room=residency.room,
+    )
     device = Device(
         loaded,
         checkpoints,
         token_budget=settings.token_budget,
-        residency=Residency(loaded.device, most_runs=settings.device_runs, most_bytes=settings.device_bytes),
+        residency=residency,
         recomputing=Recomputing(
             loaded, settings.gradient_checkpointing, left=partial(left_bytes, loaded) if full else None
         ),

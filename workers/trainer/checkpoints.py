@@ -22,6 +22,8 @@ from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.lora import Adapter
 from openrl.workers.trainer import states
 from openrl.workers.trainer.full import FullTuning, Masters
+from openrl.workers.trainer.passes import BOUNDLESS, Room
+from openrl.workers.trainer.residency import state_bytes
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.versions import Version, Versions
 from openrl.workers.weights import layout
@@ -50,8 +52,13 @@ class Checkpoints:
         registry: Registry,
         data_dir: Path,
         full: FullTuning | None = None,
+        room: Room = BOUNDLESS,
     ) -> None:
-        """Serve LoRA runs; with `full` the one run that trains all weights, whose pool `slug` is then."""
+        """Serve LoRA runs; with `full` the one run that trains all weights, whose pool `slug` is then.
+
+        An adapter that has no `room` on the device by itself is refused.
+        """
+        self._room = room
         self._loaded, self._full = loaded, full
         self._versions = Versions(data_dir, loaded, base_model=base_model)
         self._base_model = base_model
@@ -161,7 +168,9 @@ class Checkpoints:
         if self._full is not None:
             run.adopt(Masters.of_base(self._loaded, self._full))
         else:
-            run.adopt(self._drawn(message))
+            drawn = self._drawn(message)
+            self._check_room(drawn)
+            run.adopt(drawn)
         run.train_attn, run.train_mlp, run.train_unembed = message.train_attn, message.train_mlp, message.train_unembed
         run.seed = message.seed
 
@@ -193,7 +202,18 @@ class Checkpoints:
         written = self._write(directory, run, states.SAMPLER)
         return Version(manifest=written, size_bytes=written.size_bytes)
 
+    def _check_room(self, adapter: Adapter) -> None:
+        needed, most = state_bytes(adapter), self._room.state_bytes
+        if most and needed > most:
+            raise InvalidRequest(
+                f"rank {adapter.rank} on {len(adapter.targets)} modules takes {needed} bytes on the device (adapter, "
+                f"two moments, gradient), and this trainer has {most} for its runs; take a lower rank, train fewer "
+                "kinds of layers, or ask the operator for more OPENRL_TRAINER_DEVICE_BYTES"
+            )
+
     def _adopt(self, run: Run, state: states.State) -> None:
+        if not isinstance(state.trained, Masters):
+            self._check_room(state.trained)
         run.drop_gradient()
         run.adopt(state.trained, state.moments)
         run.train_attn, run.train_mlp = state.manifest.train_attn, state.manifest.train_mlp

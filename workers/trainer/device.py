@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import groupby, islice
@@ -43,7 +44,7 @@ from openrl.workers.trainer.lanes import Lanes
 from openrl.workers.trainer.optimizer import is_finite
 from openrl.workers.trainer.residency import Residency
 from openrl.workers.trainer.runs import Run
-from openrl.workers.trainer.share import Part, Share
+from openrl.workers.trainer.share import Part, Share, costs
 from openrl.workers.trainer.work import Work, failed
 
 log = logging.getLogger(__name__)
@@ -168,22 +169,22 @@ class Device:
 
     def _forwards(self, works: list[Work]) -> list[Outcome]:
         """Run forwards in one pass. One that breaks it is found by running each of them alone."""
+        began = time.monotonic()
         try:
             self.residency.admit(work.run for work in works)
             shares = [Share(work) for work in works]
-            gradients = self._compute([share for share in shares if not share.error])
+            gradients, packing = self._compute([share for share in shares if not share.error])
         except Exception as error:
             if len(works) == 1:
                 return [_fail(works[0], failed(works[0], error))]
             log.warning("a pass of %d operations broke (%s); running them one by one", len(works), type(error).__name__)
             return [outcome for work in works for outcome in self._forwards([work])]
         suspects = self._settle(shares, gradients)
-        if suspects:
-            return [self._forwards([share.work])[0] if share in suspects else share.outcome() for share in shares]
-        return [share.outcome() for share in shares]
+        told = zip(shares, costs(shares, packing, time.monotonic() - began), strict=True)
+        return [self._forwards([one.work])[0] if one in suspects else one.outcome(cost) for one, cost in told]
 
-    def _compute(self, shares: list[Share]) -> Gradients:
-        """Fill in every share's results and return each run's gradient. Touches no run."""
+    def _compute(self, shares: list[Share]) -> tuple[Gradients, Packing]:
+        """Fill in every share's results; return each run's gradient, and how well all was packed. Touches no run."""
         gradients: Gradients = {}
         packing = Packing()
         for trains in (False, True):
@@ -200,7 +201,7 @@ class Device:
                     _add(gradients, mine)
                     packing.add(batch)
         log.info("packed: %s", packing)
-        return gradients
+        return gradients, packing
 
     def _side_by_side(
         self, batches: list[MicroBatch], shares: list[Share], trains: bool

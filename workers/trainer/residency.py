@@ -20,6 +20,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from openrl.workers.model.lora import Adapter
+from openrl.workers.trainer.full import Masters
+from openrl.workers.trainer.passes import BOUNDLESS, Room
 from openrl.workers.trainer.runs import Run
 
 log = logging.getLogger(__name__)
@@ -43,11 +46,12 @@ class Residency:
 
         On a GPU `most_bytes` 0 is a share of what it has left now.
         """
-        self._most_runs, self._most_bytes = most_runs, most_bytes
         self._device = device
         self._pinned = device.type == "cuda"
         if self._pinned and not most_bytes:
-            self._most_bytes = int(GPU_SHARE * torch.cuda.mem_get_info(device)[0])
+            most_bytes = int(GPU_SHARE * torch.cuda.mem_get_info(device)[0])
+        self.room = Room(runs=most_runs, state_bytes=most_bytes)
+        """What lies on the device at most; passes are planned within it."""
         self._stream = torch.cuda.Stream(device) if self._pinned else None
         self._here: WeakKeyDictionary[Run, int] = WeakKeyDictionary()
         """Bytes of the runs on the device, the least recently used one first."""
@@ -83,14 +87,14 @@ class Residency:
     def admit(self, runs: Iterable[Run]) -> None:
         """Bring these runs onto the device, and others off it while there are too many.
 
-        The runs of one call are always let in, whatever the bounds say; a pass is planned within the number of runs.
+        The runs of one call are always let in, whatever the bounds say: a pass is planned within them.
         """
-        if not (self._most_runs or self._most_bytes):
+        if self.room == BOUNDLESS:
             return
         wanted = list(dict.fromkeys(runs))
         for run in wanted:
             self._here.pop(run, None)
-            self._here[run] = _bytes(run)
+            self._here[run] = state_bytes(run.trained)
         try:
             for run in self._surplus(set(wanted)):
                 self._park(run)
@@ -105,8 +109,7 @@ class Residency:
         runs, size_bytes = len(self._here), sum(self._here.values())
         leaving = []
         for run, run_bytes in list(self._here.items()):
-            fits = runs <= (self._most_runs or runs) and size_bytes <= (self._most_bytes or size_bytes)
-            if fits:
+            if self.room.holds(runs, size_bytes):
                 break
             if run not in wanted:
                 leaving.append(run)
@@ -168,9 +171,9 @@ class Residency:
         self._spare[host_N.numel()].append(host_N)
 
 
-def _bytes(run: Run) -> int:
-    """What a run takes up while it trains."""
-    return STATE * sum(tensor.nbytes for tensor in run.tensors()[0])
+def state_bytes(trained: Adapter | Masters | None) -> int:
+    """Return what a run takes up on the device while it trains this, in bytes."""
+    return STATE * sum(tensor.nbytes for tensor in trained.parameters()) if trained is not None else 0
 
 
 def _padded(num: int) -> int:

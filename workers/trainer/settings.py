@@ -14,6 +14,7 @@ _TYPES = ("auto", "float32", "bfloat16")
 _WORDS = {
     "gradient_checkpointing": ("auto", "on", "off"),
     "entropy": ("on", "off"),
+    "grouped_mm": ("auto", "on", "off"),
     "moments": ("device", "host"),
     "compute_dtype": _TYPES,
     "publish_dtype": _TYPES,
@@ -56,12 +57,17 @@ class TrainerSettings:
     device is the host, moving saves nothing: it is there to be tried."""
 
     device_bytes: int = 0
-    """... or so many bytes of them; a run counts with two moments and a gradient. 0: a quarter of what a GPU has left
-    beside the base model, no bound on a CPU."""
+    """... or so many bytes of them; a run counts with two moments and a gradient. It bounds the runs of a pass too, and
+    a run that is larger by itself is refused. 0: a quarter of what a GPU has left beside the base model, no bound on a
+    CPU."""
 
     gradient_checkpointing: str = "auto"
     """Whether a layer keeps its input alone and computes the rest again in backward: a third more work, a tenth of the
     memory, the same bits. `auto`: in those micro-batches for which memory would not suffice; `on`; `off`."""
+
+    grouped_mm: str = "auto"
+    """Whether the adapters of a pass are multiplied in groups, in place of one after another: `auto`: on a GPU whose
+    torch can, in bfloat16; `on`: wherever they are; `off`."""
 
     entropy: str = "off"
     """`on`: the metrics of a forward have `entropy:sum`, of what its active tokens are predicted from. No pass more,
@@ -118,12 +124,6 @@ class TrainerSettings:
             value = getattr(self, spec.name)
             if not least <= value < float("inf"):
                 raise ValueError(f"{_variable(spec.name)} must be at least {least}, not {value}")
-
-    @property
-    def most_runs_of_a_pass(self) -> int:
-        """Runs that share a pass at most, which all have to lie on the device; 0: no bound."""
-        bounds = [bound for bound in (self.runs_per_pass, self.device_runs) if bound]
-        return min(bounds, default=0)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Self:

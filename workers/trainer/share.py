@@ -5,6 +5,8 @@ Pieces are computed beside others and taken in one after another. Knows neither 
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -17,7 +19,7 @@ from openrl.tasks.journal import Outcome
 from openrl.tasks.messages import ForwardBackward
 from openrl.tasks.operations import PROTOBUF
 from openrl.tasks.wire import codec
-from openrl.workers.trainer.batch import Piece
+from openrl.workers.trainer.batch import Packing, Piece, num_tokens
 from openrl.workers.trainer.losses import compute, merge
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.work import Work, failed
@@ -103,12 +105,33 @@ class Share:
         for span in piece.spans:
             self.logprobs[span.datum] = part.logprobs[span.start - piece.start : span.stop - piece.start]
 
-    def outcome(self) -> Outcome:
-        """Return what the operation came to, once all its pieces were taken in."""
+    def outcome(self, costs: Mapping[str, float]) -> Outcome:
+        """Return what the operation came to, once all its pieces were taken in, and what it cost (see `costs`)."""
         if self.error:
             return Outcome(error=self.error, category=self.category)
         arrays = [cast(np.ndarray, array) for array in self.logprobs]
-        return Outcome(result=codec.encode_forward_backward_output(arrays, self.metrics), content_type=PROTOBUF)
+        metrics = {**self.metrics, **costs}
+        return Outcome(result=codec.encode_forward_backward_output(arrays, metrics), content_type=PROTOBUF)
+
+
+def costs(shares: Sequence[Share], packing: Packing, seconds: float) -> list[dict[str, float]]:
+    """Return, as metrics, what each share of one pass cost that took `seconds`.
+
+    Seconds are shared by tokens. A tenant is told how many tokens the pass had of its own runs, and not how many it
+    had of others': that would say how much others train.
+    """
+    sizes = [num_tokens(share.message.data) for share in shares]
+    of_tenant: dict[str, int] = defaultdict(int)
+    for share, size in zip(shares, sizes, strict=True):
+        of_tenant[share.run.tenant] += size
+    return [
+        {
+            "seconds:sum": seconds * size / max(1, sum(sizes)),
+            "pass_tokens:max": float(of_tenant[share.run.tenant]),
+            "pass_waste:max": packing.waste,
+        }
+        for share, size in zip(shares, sizes, strict=True)
+    ]
 
 
 def _not_finite(what: str, values: Tensor, piece: Piece, logprobs: Tensor) -> str:
