@@ -8,7 +8,8 @@ sequences, of 16 that end between 4 and 256 tokens, and of 64 over 8 adapters, e
 the same device where that is the comparison; then the hand-off of an adapter (save, publish, first token), and of full
 weights of which a few percent have changed: publishing, fetching and verifying beside the model, the pause in which
 vLLM's weights become the new ones, and how far its log-probabilities then are from those of transformers with the same
-weights. `right` is false where they are further apart than before the change, or the change isn't seen.
+weights. `right` is false where they are further apart than before the change, or the change isn't seen. Last, vLLM is
+put to sleep and woken up as between turns: seconds, bytes, what the device has free by it, and whether it draws alike.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from openrl.tasks.journal import SampleJob
 from openrl.tasks.messages import Sample
+from openrl.workers.model.accelerator import Accelerator
 from openrl.workers.sampler import vllm_runner
 from openrl.workers.sampler.adapter_places import AdapterPlaces
 from openrl.workers.sampler.full_weights import Version
@@ -40,6 +42,7 @@ from openrl.workers.sampler.tokenizer import tokenizer_of
 from openrl.workers.sampler.versions import Versions
 from openrl.workers.sampler.vllm_client import Client
 from openrl.workers.sampler.vllm_engine import VllmEngine
+from openrl.workers.sampler.vllm_parking import VllmParking
 from openrl.workers.sampler.vllm_weights import VllmWeights
 from openrl.workers.weights import layout, manifest
 from openrl.workers.weights.adapter import Adapter, save_adapter
@@ -98,6 +101,17 @@ class Base:
     def targets(self, train_attn: bool, train_mlp: bool, train_unembed: bool) -> tuple[str, ...]:
         """All of them."""
         return tuple(self.shapes)
+
+
+class Turns(Accelerator):
+    """One that others share, whose turns are cut by hand."""
+
+    shared = True
+    vllm: VllmParking
+
+    def add(self, parkable: Any) -> None:
+        """Keep what is to be parked."""
+        self.vllm = parkable
 
 
 class Measured:
@@ -234,6 +248,31 @@ class Measured:
         engine.close()
         return right
 
+    def asleep(self) -> bool:
+        """Put vLLM to sleep between two draws of the same; tell whether they are the same."""
+        turns = Turns()
+        engine, limits = vllm_runner.runner(str(self.path), self.home, self.settings, accelerator=turns)
+        versions, prompts = ["", self.save_adapter("c0", 200)], self.prompts(16)
+        right = True
+        for number in range(3):
+            before = self.drawn(engine, limits, prompts, versions)
+            size, free = turns.vllm.resident_bytes, torch.cuda.mem_get_info()[0]
+            park_s = timed(turns.vllm.park)
+            freed = torch.cuda.mem_get_info()[0] - free
+            restore_s = timed(turns.vllm.restore)
+            after = self.drawn(engine, limits, prompts, versions)
+            same = sum(one == other for one, other in zip(before, after, strict=True)) / len(before)
+            right &= same > 0.99
+            show("sleep", number=number, park_s=park_s, restore_s=restore_s, bytes=size, freed_bytes=freed, same=same)
+        engine.close()
+        return right
+
+    def drawn(self, engine: VllmEngine, limits: Limits, prompts: torch.Tensor, versions: Sequence[str]) -> list[int]:
+        """Return all tokens after some prompts, in order."""
+        ended = self.draw(engine, limits, prompts, [NEW], versions)
+        ended.sort(key=lambda one: int(one.request.job.request_id[1:]))
+        return [token for one in ended if one.result for drawn in one.result.sequences for token in drawn.tokens]
+
     def host_tensors(self) -> dict[str, torch.Tensor]:
         """Return the weights in host memory, tied ones once."""
         return {name: parameter.detach().cpu().contiguous() for name, parameter in self.model.named_parameters()}
@@ -321,11 +360,14 @@ def main() -> None:
             with random_model(shape, torch.device(args.device), home) as (path, model):
                 measured = Measured(path, model, home, settings)
                 show("shape", shape=shape, device=args.device, parameters=sum(p.numel() for p in model.parameters()))
-                for act in (lambda: measured.adapters(plain=shape != "qwen3-8b"), measured.full):  # noqa: B023
+                acts = (lambda: measured.adapters(plain=shape != "qwen3-8b"), measured.full, measured.asleep)  # noqa: B023
+                for act in acts:
                     if time.monotonic() > deadline:
                         show("left_out", shape=shape, reason="no time was left")
                     elif act == measured.full and args.device == "cpu":
                         show("full_handoff", left_out="vLLM's CPU build loads changed weights wrongly: needs a GPU")
+                    elif act == measured.asleep and args.device == "cpu":
+                        show("sleep", left_out="vLLM's CPU build can't sleep: needs a GPU")
                     else:
                         right &= act() is not False
     os._exit(0 if right else 1)

@@ -13,6 +13,10 @@ on the CPU: each holds the largest state, and not two. Environments only wait; f
 what a step takes, so that the dedicated trainers are used for 15.6 % of the time, as in the published case. Everything
 that turns cost (waiting, parking, restoring) is in the wall clocks, and counts as not used.
 
+The two RL jobs last equally long. The supervised job ends earlier: alone it uses two thirds of its accelerator, and one
+that lasted as long as the others would by itself bring three of them above the published duty cycle. How much the
+shared accelerator is used while all three run is printed beside.
+
 Prints one JSON line a figure, writes them and a plot, and fails where curves differ or a target is missed.
 """
 
@@ -25,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -48,8 +52,8 @@ SETTLED_S = 3.5
 """A holder reports its use every two seconds; after so long without work all of it is known."""
 ACCELERATOR_BYTES = 60 << 20
 """More than the largest state, less than two."""
-LOOKED_AT = 4
-"""Steps of the first look."""
+LOOKED_AT, LOOK_S = 4, 1.0
+"""Steps of the first look, and latency in it: after a pause a step takes longer than straight after another."""
 ADAM = tinker.AdamParams(learning_rate=2e-3, beta1=0.9, beta2=0.95, eps=1e-12)
 SETTINGS = {"OPENRL_SAMPLER_KV_TOKENS": "2048", "OPENRL_TRAINER_TOKEN_BUDGET": "1024"}
 
@@ -115,6 +119,8 @@ class Phase:
     accelerators: int
     wall_s: float
     accelerator_s: float
+    jobs_s: list[float]
+    trainer_busy_s: float
     trainer_duty: float
     sampler_duty: float
     switches: int
@@ -268,6 +274,8 @@ def phase(name: str, runs: Sequence[Ran], wall_s: float, trainers: Use, samplers
         accelerators=accelerators,
         wall_s=round(wall_s, 2),
         accelerator_s=round(2 * total_s, 2),
+        jobs_s=[round(run.wall_s, 2) for run in runs],
+        trainer_busy_s=round(trainers.busy_s, 2),
         trainer_duty=round(trainers.busy_s / total_s, 4),
         sampler_duty=round(samplers.busy_s / total_s, 4),
         switches=trainers.turns + samplers.turns,
@@ -321,25 +329,28 @@ class Experiment:
     def _latency(self, playing: Sequence[Playing]) -> float:
         """Return the latency of the first environment that makes the dedicated duty cycle the published one.
 
-        Each job takes a few steps without latency: that says how long a step takes, and how much of it the trainer.
+        Each job takes a few steps: that says how long a step takes, and how much of it the trainer.
         """
         busy_s = wall_s = 0.0
         for job, first in zip(self._jobs, playing, strict=True):
             first.play(0.0, steps=2)
             [before] = used(self._service, f"train-{job.number}")
-            ran = first.play(0.0, steps=LOOKED_AT)
+            step_s = first.play(LOOK_S, steps=LOOKED_AT).wall_s / LOOKED_AT - LOOK_S * job.slowness
             [after] = used(self._service, f"train-{job.number}")
             busy_s += after.since(before).busy_s * job.steps / LOOKED_AT
-            wall_s += ran.wall_s * job.steps / LOOKED_AT
+            wall_s += step_s * job.steps
             trainer_s = after.since(before).busy_s / LOOKED_AT
-            say(f"{job.name}: a step takes {ran.wall_s / LOOKED_AT:.2f} s, {trainer_s:.2f} of it the trainer")
+            say(f"{job.name}: a step takes {step_s:.2f} s, {trainer_s:.2f} of it the trainer")
         return max(0.05, (busy_s / PUBLISHED_DUTY - wall_s) / self._weight)
 
-    def on_two(self, latency_s: float) -> tuple[list[Phase], list[list[Ran]]]:
-        """Run all jobs at once on two accelerators, then one after another."""
+    def on_two(self, latency_s: float) -> tuple[list[Phase], list[list[Ran]], float]:
+        """Run all jobs at once on two accelerators, then one after another.
+
+        Return the trainers' duty cycle while all of them ran at once, too.
+        """
         for job in self._jobs:
             place(self._service, job, "train", "sample")
-        phases, curves = [], []
+        phases, curves, together = [], [], 0.0
         playing = [Playing(self._service, job) for job in self._jobs]
         for name, at_once in (("shared", len(self._jobs)), ("sequential", 1)):
             for one in playing:
@@ -349,13 +360,20 @@ class Experiment:
             forget_waits(self._service)
             began = time.monotonic()
             with ThreadPoolExecutor(at_once) as pool:
-                runs = list(pool.map(lambda one: one.play(latency_s), playing))
+                running = [pool.submit(one.play, latency_s) for one in playing]
+                if at_once > 1:
+                    wait(running, return_when=FIRST_COMPLETED)
+                    # Turns are short here: what the present one adds is little.
+                    so_far = _used(self._service, "train").since(before[0])
+                    together = round(so_far.busy_s / (time.monotonic() - began), 4)
+                runs = [one.result() for one in running]
             wall_s = time.monotonic() - began
             uses = [now.since(then) for now, then in zip(used(self._service, "train", "sample"), before, strict=True)]
             phases.append(phase(name, runs, wall_s, *uses, accelerators=2))
+            say(str(phases[-1]))
             curves.append(runs)
         self._stop()
-        return phases, curves
+        return phases, curves, together
 
     def _stop(self) -> None:
         for name in list(self._service.workers):
@@ -391,7 +409,9 @@ def plot(phases: Sequence[Phase], curves: Mapping[str, list[Ran]], jobs: Sequenc
     figure.savefig(path, metadata={"Date": None})
 
 
-def figures(phases: Sequence[Phase], curves: Mapping[str, list[Ran]], latency_s: float) -> list[dict[str, object]]:
+def figures(
+    phases: Sequence[Phase], curves: Mapping[str, list[Ran]], latency_s: float, together: float
+) -> list[dict[str, object]]:
     """Return every figure, one row each."""
     dedicated, shared, sequential = phases
     same = {
@@ -405,6 +425,7 @@ def figures(phases: Sequence[Phase], curves: Mapping[str, list[Ran]], latency_s:
     }
     rows: list[dict[str, object]] = [{"figure": "phase", **asdict(one)} for one in phases]
     rows.append({"figure": "latency", "seconds": round(latency_s, 3)})
+    rows.append({"figure": "shared_while_all_run", "trainer_duty": together})
     rows.append({"figure": "curves", "identical": all(same.values()), **same})
     rows.append({"figure": "ratios", **ratios})
     return rows
@@ -443,10 +464,10 @@ def main() -> None:
             experiment = Experiment(service, jobs)
             alone, alone_runs, latency_s = experiment.alone(args.latency)
             say(f"latency {latency_s:.2f} s; {alone}")
-            on_two, curves = experiment.on_two(latency_s)
+            on_two, curves, together = experiment.on_two(latency_s)
     phases = [alone, *on_two]
     by_name = dict(zip(("dedicated", "shared", "sequential"), [alone_runs, *curves], strict=True))
-    rows = figures(phases, by_name, latency_s)
+    rows = figures(phases, by_name, latency_s, together)
     lines = [json.dumps(row) for row in rows]
     print("\n".join(lines))
     args.to.mkdir(parents=True, exist_ok=True)

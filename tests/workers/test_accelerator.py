@@ -31,7 +31,7 @@ from openrl.workers.sampler.pools import PoolsParking
 from tests.sampler.test_torch_engine import engine, request, run
 from tests.timeslice.world import holder
 from tests.tiny import make_tiny_model
-from tests.trainer.bench import Bench, forward_backward
+from tests.trainer.bench import Bench, forward_backward, told
 
 MB = 1 << 20
 GPU = "gpu-0"
@@ -78,13 +78,13 @@ def trainer(path: Path, directory: Path) -> tuple[Bench, list]:
     return bench, [state]
 
 
-def train(bench: Bench, state, steps: int, turn: Callable) -> list[bytes]:
+def train(bench: Bench, state, steps: int, turn: Callable) -> list[dict]:
     results = []
     for step in range(steps):
         with turn():
             outcomes = [bench.one(state, forward_backward(seed=step)), bench.one(state, STEP)]
         assert not any(outcome.error for outcome in outcomes)
-        results += [outcome.result for outcome in outcomes]
+        results += [told(outcome.result) for outcome in outcomes]
     return results
 
 

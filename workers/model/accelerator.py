@@ -25,7 +25,8 @@ from openrl.timeslice.errors import Broken, Refused
 from openrl.timeslice.park import Parkable
 from openrl.timeslice.seat import Event, Seat
 from openrl.timeslice.turn import Turns
-from openrl.workers.model.settings import AcceleratorSettings, book_path, half_of_memory
+from openrl.workers.model.settings import STAYS, AcceleratorSettings, book_path, half_of_memory
+from openrl.workers.model.whole_process import WholeProcess
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +52,11 @@ class Accelerator:
         Raises:
             ValueError: this process can't take turns; the text says why.
         """
-        return SharedAccelerator(store, settings, owner=owner) if settings.name else cls()
+        if settings.name:
+            return SharedAccelerator(store, settings, owner=owner)
+        if settings.context != STAYS:
+            log.info("OPENRL_ACCELERATOR_CONTEXT has no effect: %s takes no turns", owner)
+        return cls()
 
     @contextmanager
     def turn(self, *, patience_s: float | None = None, gives_up: Callable[[], bool] = lambda: False) -> Iterator[None]:
@@ -96,8 +101,13 @@ class SharedAccelerator(Accelerator):
         seat: Callable[..., Seat] = Seat,
         leave: Callable[[], object] | None = None,
     ) -> None:
-        """`leave` ends the process; `turns` and `seat` say how turns are cut and who takes them."""
+        """`leave` ends the process; `turns` and `seat` say how turns are cut and who takes them.
+
+        Raises:
+            ValueError: what the settings ask for can't be had here.
+        """
         self._settings = settings
+        self._rest = WholeProcess.of(settings, owner=owner)
         self._book = book_path(store.settings.data_dir, settings.name)
         self._device: Device | None = None
         self._held: list[Callable[[], Iterable[Tensor]]] = []
@@ -155,7 +165,9 @@ class SharedAccelerator(Accelerator):
         self._parts.append(parkable)
 
     def name_processes(self, *pids: int) -> None:
-        """See `Accelerator.name_processes`."""
+        """See `Accelerator.name_processes`. Raises ValueError where all of theirs is to be put aside and can't be."""
+        if self._rest is not None:
+            self._rest.is_of(pids)
         self._seat.name_processes(*pids)
 
     def close(self) -> None:
@@ -181,9 +193,13 @@ class SharedAccelerator(Accelerator):
             leave()
         if self._device is not None:
             self._device.leave()
+        if self._rest is not None and not self._is_leaving:
+            self._rest.park()  # last: nothing can be called on the device after it
 
     def restore(self) -> None:
         """Bring everything back."""
+        if self._rest is not None:
+            self._rest.restore()
         for part in self._parts:
             part.restore()
 

@@ -45,7 +45,9 @@ def runner(
     if settings.engine == "vllm":
         from openrl.workers.sampler import vllm_runner
 
-        return vllm_runner.runner(model_path, data_dir, settings, digest=digest, grace_s=grace_s)
+        return vllm_runner.runner(
+            model_path, data_dir, settings, digest=digest, grace_s=grace_s, accelerator=accelerator
+        )
     # Only here: it needs what vLLM's environment need not hold.
     from openrl.workers.sampler import torch_runner
 
@@ -65,7 +67,7 @@ def full_runner(
     if settings.full_engine == "vllm":
         from openrl.workers.sampler import vllm_runner
 
-        return vllm_runner.full_runner(model_path, data_dir, settings, digest=digest)
+        return vllm_runner.full_runner(model_path, data_dir, settings, digest=digest, accelerator=accelerator)
     from openrl.workers.sampler import torch_runner
 
     engine, limits = torch_runner.runner(
@@ -159,8 +161,9 @@ def main(base: str, pool: str, name: str) -> None:
         if not assignment.keep(store, os.environ):
             sys.exit(1)
         accelerator = Accelerator.of(store, turns, owner=name)
-        # vLLM can't leave the accelerator yet: it keeps its first turn until it ends, and is placed alone there.
-        stays = (settings.full_engine if keys.is_full(pool) else settings.engine) == "vllm"
+        # vLLM that doesn't sleep keeps its first turn until it ends, and is placed alone there.
+        engine_name = settings.full_engine if keys.is_full(pool) else settings.engine
+        stays = engine_name == "vllm" and settings.between_turns == "stays"
         with ExitStack() as turn:
             turn.enter_context(accelerator.turn())
             engine = build(base, name, store, settings, pool=pool, accelerator=None if stays else accelerator)

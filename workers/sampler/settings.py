@@ -12,6 +12,7 @@ from openrl.workers.sampler.places import SMALLEST
 PREFIX = "OPENRL_SAMPLER_"
 
 ENGINES = ("torch", "vllm")
+BETWEEN_TURNS = ("stays", "sleeps")
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Those that vLLM takes as its largest."""
 VLLM_HEADS = ("llama", "qwen3", "qwen3_moe")
@@ -79,11 +80,15 @@ class SamplerSettings:
     """vLLM on a GPU: share of its memory for weights and cache, where `kv_tokens` has no effect. A trainer on the same
     device needs the rest."""
 
+    between_turns: str = "stays"
+    """vLLM where accelerators are shared: with stays it has one alone; with sleeps it takes turns, and puts its weights
+    into host memory between them. That needs a GPU, and was not run on one yet."""
+
     def __post_init__(self) -> None:
-        for name in ("engine", "full_engine"):
-            if getattr(self, name) not in ENGINES:
+        for name, choices in (("engine", ENGINES), ("full_engine", ENGINES), ("between_turns", BETWEEN_TURNS)):
+            if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"{PREFIX}{name.upper()} must be {' or '.join(ENGINES)}; it is {getattr(self, name)!r}"
+                    f"{PREFIX}{name.upper()} must be {' or '.join(choices)}; it is {getattr(self, name)!r}"
                 )
         for field in fields(self):
             if type(field.default) is not str and not getattr(self, field.name) > 0:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import queue
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -77,6 +78,7 @@ class VllmEngine(InHand[LoRARequest]):
         self._heard: queue.SimpleQueue[tuple[Stream, Said] | None] = queue.SimpleQueue()
         self._scored: WeakSet[Group] = WeakSet()
         self._numbers = itertools.count()
+        self._ended = threading.Event()
         self.most_of_tenant = num_slots
 
     @property
@@ -92,12 +94,20 @@ class VllmEngine(InHand[LoRARequest]):
         """Let a step that waits return."""
         self._heard.put(None)
 
+    def stopped(self) -> None:
+        """Hear that vLLM has ended all that ran: it goes on with the next step. Any thread, but never during a step."""
+        self._ended.set()
+
     def close(self) -> None:
         """End vLLM."""
         self._client.close()
 
     def step(self) -> list[Finished]:
         """Hand on what may run, take in what vLLM has drawn, and return what has ended."""
+        if self._ended.is_set():
+            self._ended.clear()
+            for stream in list(self._streams.values()):
+                self._stop(stream)
         self._place()
         finished = self._load()
         self._admit()

@@ -18,6 +18,7 @@ from vllm.lora.request import LoRARequest
 
 from openrl.tasks.errors import InvalidRequest
 from openrl.workers.model import families, identity
+from openrl.workers.model.accelerator import Accelerator
 from openrl.workers.sampler.adapter_places import AdapterPlaces
 from openrl.workers.sampler.full_weights import Version
 from openrl.workers.sampler.requests import Limits
@@ -28,6 +29,7 @@ from openrl.workers.sampler.tokenizer import tokenizer_of
 from openrl.workers.sampler.versions import Versions
 from openrl.workers.sampler.vllm_client import Client
 from openrl.workers.sampler.vllm_engine import VllmEngine
+from openrl.workers.sampler.vllm_parking import ParkingError, VllmParking
 from openrl.workers.sampler.vllm_transfer import NAME as TRANSFER
 from openrl.workers.sampler.vllm_weights import VllmWeights
 from openrl.workers.weights import layout, manifest
@@ -50,8 +52,11 @@ def runner(
     *,
     digest: str = "",
     grace_s: float = float("inf"),
+    accelerator: Accelerator | None = None,
 ) -> tuple[VllmEngine, Limits]:
     """Start vLLM on a base model, which must have this digest; return what draws from it, and what it can take.
+
+    With an `accelerator` that others share it sleeps between turns; call it in one.
 
     Raises:
         InvalidRequest: the model, or the settings on this machine, can't be served; CannotStart is one.
@@ -60,20 +65,43 @@ def runner(
     families.check(config)
     if digest and identity.digest_of(Path(model_path)) != digest:
         raise InvalidRequest(f"{model_path} was changed while the service ran; start `openrl up` anew")
-    client = Client(arguments(model_path, config, settings))
+    sleeps = accelerator is not None and accelerator.shared
+    client = Client(arguments(model_path, config, settings, sleeps=sleeps))
     load = version_loader(data_dir, client, digest=digest, max_rank=settings.max_lora_rank)
     # Never more than vLLM keeps by itself: what it forgot it would read again, in a step and unverified.
     idle = min(settings.versions, settings.max_cpu_loras - settings.max_loras)
-    versions = Versions(load, max_idle=idle, idle_s=grace_s, unload=client.remove_adapter)
+    versions = Versions(load, max_idle=idle, idle_s=grace_s, unload=client.remove_adapter, beside=not sleeps)
     places = AdapterPlaces(settings.max_loras)
     engine = VllmEngine(client, versions, tokenizer_of(model_path), num_slots=settings.slots, places=places)
+    if accelerator is not None and accelerator.shared:
+        share(accelerator, client, engine)
     return engine, _limits(model_path, config, client)
 
 
+def share(accelerator: Accelerator, client: Client, engine: VllmEngine) -> None:
+    """Let vLLM sleep between turns.
+
+    Raises:
+        InvalidRequest: it has no memory that it could put aside.
+    """
+    accelerator.name_processes(*client.pids)
+    try:
+        accelerator.add(VllmParking(client, stopped=engine.stopped))
+    except ParkingError as failure:
+        raise InvalidRequest(f"OPENRL_SAMPLER_BETWEEN_TURNS=sleeps: {failure}; take stays") from failure
+
+
 def full_runner(
-    model_path: str, data_dir: Path, settings: SamplerSettings, *, digest: str = ""
+    model_path: str,
+    data_dir: Path,
+    settings: SamplerSettings,
+    *,
+    digest: str = "",
+    accelerator: Accelerator | None = None,
 ) -> tuple[Switching, Limits]:
     """Start vLLM for the versions of a full run on a base model; return what draws from them, and what it can take.
+
+    With an `accelerator` that others share it sleeps between turns; call it in one.
 
     Raises:
         InvalidRequest: there is no GPU; a mixture of experts, whose weights vLLM packs anew as it loads them.
@@ -86,27 +114,36 @@ def full_runner(
         raise InvalidRequest("vLLM's weights of a mixture of experts aren't changed: take the torch engine")
     if digest and identity.digest_of(Path(model_path)) != digest:
         raise InvalidRequest(f"{model_path} was changed while the service ran; start `openrl up` anew")
-    client = Client(full_arguments(model_path, config, settings))
+    sleeps = accelerator is not None and accelerator.shared
+    client = Client(full_arguments(model_path, config, settings, sleeps=sleeps))
     nothing: Versions[LoRARequest] = Versions(_no_adapter, max_idle=0)
     places = AdapterPlaces(settings.max_loras)
     engine = VllmEngine(client, nothing, tokenizer_of(model_path), num_slots=settings.slots, places=places)
+    if accelerator is not None and accelerator.shared:
+        share(accelerator, client, engine)
     weights = VllmWeights(client, Path(model_path), data_dir, digest=digest)
     turns: Rotation[Version] = Rotation(turn_s=settings.version_turn_s, drain_s=settings.version_drain_s)
     return Switching(engine, weights, turns, Version), _limits(model_path, config, client)
 
 
-def full_arguments(model_path: str, config: dict[str, Any], settings: SamplerSettings) -> AsyncEngineArgs:
+def full_arguments(
+    model_path: str, config: dict[str, Any], settings: SamplerSettings, *, sleeps: bool = False
+) -> AsyncEngineArgs:
     """Return what vLLM is started with where its weights will change: no adapters, and our way of transfer."""
     return replace(
-        arguments(model_path, config, settings),
+        arguments(model_path, config, settings, sleeps=sleeps),
         enable_lora=False,
         worker_extension_cls="openrl.workers.sampler.vllm_transfer.FullExtension",
         weight_transfer_config=WeightTransferConfig(backend=TRANSFER),
     )
 
 
-def arguments(model_path: str, config: dict[str, Any], settings: SamplerSettings) -> AsyncEngineArgs:
+def arguments(
+    model_path: str, config: dict[str, Any], settings: SamplerSettings, *, sleeps: bool = False
+) -> AsyncEngineArgs:
     """Return what vLLM is started with; sets its environment, which it reads when it is imported further.
+
+    `sleeps`: its memory, graphs included, can be put aside; vLLM refuses that on a CPU.
 
     Raises:
         InvalidRequest: fewer devices than the settings want.
@@ -151,6 +188,8 @@ def arguments(model_path: str, config: dict[str, Any], settings: SamplerSettings
         worker_extension_cls="openrl.workers.sampler.vllm_worker.Extension",
         enable_log_requests=False,
         disable_log_stats=True,
+        enable_sleep_mode=sleeps,
+        sleep_mode_offload_cudagraph=sleeps,
         **memory,
     )
 

@@ -94,6 +94,22 @@ class Extension:
         """Return what a prompt was worth, packed, and forget it."""
         return prompts.packed(self.openrl_prompts.pop(key))
 
+    def openrl_memory(self) -> tuple[int, int]:
+        """Return how many bytes of this process's device sleep can put aside and hasn't, and how many torch has beside.
+
+        Raises:
+            RuntimeError: this isn't a GPU, where sleep does nothing.
+        """
+        if self.model_runner.device.type != "cuda":
+            raise RuntimeError("vLLM puts memory aside on a GPU only")
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        sizes = [(one.handle[1], one.is_asleep) for one in CuMemAllocator.get_instance().pointer_to_data.values()]
+        awake = sum(size for size, is_asleep in sizes if not is_asleep)
+        # Torch counts what the allocator has as its own, asleep or not.
+        beside = torch.cuda.memory_reserved() - sum(size for size, _ in sizes)
+        return awake, max(0, beside)
+
 
 def _mend_adapters() -> None:
     """Let vLLM's CPU build leave rows without an adapter alone: there it takes -1 for the last adapter in memory."""
