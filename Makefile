@@ -12,13 +12,17 @@ COOKBOOK := .venv-cookbook
 VLLM := .venv-vllm
 SDKS := 0.6.3 0.18.2 0.24.1 0.30.4 0.38.0
 MYPY := $(BIN)/mypy -p openrl
+JOBS ?= 2
+# A file's tests share services, so a file stays together; the long files are in the middle, so that no process waits long.
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
 
 .PHONY: help install demo bench simulate mixed-curves duty-cycle chaos test test-full test-wheel test-cookbook test-vllm test-sdks openapi compatibility manifests lint format proto clean
 
 help: ## Say what can be made
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
-	@echo "Variables: PYTHON (now: $(or $(PYTHON),none found)), PIP_FLAGS, ARGS (for test, demo and chaos)"
+	@echo "Variables: PYTHON (now: $(or $(PYTHON),none found)), PIP_FLAGS, ARGS (for test, demo and chaos),"
+	@echo "  JOBS (processes that test: $(JOBS); 0 for one that can be debugged)"
 
 install: $(STAMP) ## Make .venv with all that the demo and the tests need
 
@@ -37,10 +41,10 @@ chaos: install ## Kill everything while four runs train, and compare with undist
 	$(BIN)/python -m tests.chaos $(ARGS)
 
 test: install ## Run the tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-full: install ## Run the longer forms of the tests: more examples, every method of the SDK
-	$(BIN)/python -m pytest -m "full and not cookbook and not sdks and not vllm" $(ARGS)
+	$(PYTEST) -m "full and not cookbook and not sdks and not vllm" $(ARGS)
 
 test-wheel: install ## Build the wheel, install it elsewhere, import every module
 	$(BIN)/python -m pytest tests/test_wheel.py $(ARGS)
@@ -111,9 +115,9 @@ compatibility: install ## Probe every method of the SDK against a service, and w
 manifests: install ## Render the Kustomize base, k8s/openrl.yaml and the chart's table from the chart
 	$(BIN)/python k8s/manifests.py
 
-proto: install ## Compile tasks/wire/openrl.proto
+proto: install ## Compile our .proto files
 	$(BIN)/python -m grpc_tools.protoc --proto_path=.typing --python_out=.typing --pyi_out=.typing \
-		openrl/tasks/wire/openrl.proto
+		openrl/tasks/wire/openrl.proto openrl/workers/model/snapshot_agent.proto
 
 clean: ## Remove what was built or demonstrated; the virtual environments stay
 	rm -rf .demo build dist ./*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -30,6 +30,9 @@ BESIDE = {
     "OPENRL_STRATEGY": "spread",
     "OPENRL_SAMPLER_REPLICAS": "1",
     "OPENRL_TENANT_WORKERS": "",
+    "OPENRL_TENANT_PRIORITY": "",
+    "OPENRL_MODEL_PRIORITY": "",
+    "OPENRL_TIER_HOST_GIB": "0",
     "OPENRL_TIERS_GIB": "",
 }
 """Read by each process for itself, before there are settings, or by the scheduler alone."""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -204,8 +204,7 @@ def _thread(client: Client, progress: Progress, work: Callable[[Client], None]) 
 
 def _close(clients: Sequence[Client]) -> None:
     for client in clients:
-        with suppress(Exception):
-            client.close()
+        client.close()
 
 
 def _strike(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import tinker
@@ -21,6 +22,7 @@ Answer = TypeVar("Answer")
 WAIT_S = 240.0
 """A future that isn't there by then is lost."""
 REFUSED_PAUSE_S = 0.5
+CLOSE_S = 30.0
 RANK = 4
 PROBE = list(b"the quick brown fox jumps over the lazy dog")
 """What the final loss is measured on."""
@@ -40,8 +42,9 @@ class Client:
         self._sampling: Any = None
 
     def close(self) -> None:
-        """End the session."""
-        self._api.close()
+        """End the session, of which no heartbeat is left."""
+        with suppress(tinker.TinkerError, TimeoutError):  # nobody is there any more
+            self._api.close("success").result(CLOSE_S)
 
     def create(self, *, seed: int) -> None:
         """Open the run."""

@@ -36,7 +36,7 @@ def draw(service: Service, model: str = "", **fields: Any) -> dict[str, Any]:
     )  # fmt: skip
     message = Sample(adapter_dir=directory, **({"prompt": tuple(PROMPT.encode()), "num_samples": 1} | fields))
     request_id = Journal(service.store).submit_sample(service.tenant, sampler, 0, message).request_id
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (future := Futures(service.store).get(service.tenant, request_id)).state == "pending":
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -45,7 +45,7 @@ def draw(service: Service, model: str = "", **fields: Any) -> dict[str, Any]:
 
 
 def until(happened: Any) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -48,7 +48,7 @@ def draw(store, model):
     def once(**fields):
         message = Sample(**({"adapter_dir": "", "prompt": tuple(b"hello"), "num_samples": 1, "max_tokens": 6} | fields))
         request_id = Journal(store).submit_sample("local", sampler, next(numbers), message).request_id
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while (future := Futures(store).get("local", request_id)).state == "pending":
             assert time.monotonic() < deadline
             time.sleep(0.01)

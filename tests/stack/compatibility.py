@@ -130,7 +130,9 @@ def serving(folder: Path, model_dir: Path) -> Iterator[Lab]:
     service = Service(folder / "data", model_dir, env={"OPENRL_PJWT_AUTH_ENABLED": "true"})
     try:
         service.start()
-        yield Lab(base_url=service.base_url, api_key=_key(service.data_dir), model=MODEL, tenant=TENANT)
+        lab = Lab(base_url=service.base_url, api_key=_key(service.data_dir), model=MODEL, tenant=TENANT)
+        yield lab
+        lab.close()
         assert service.stop() == 0
     finally:
         service.close()

@@ -81,7 +81,7 @@ class Service:
         self.stop()
         raise AssertionError(f"the service did not start; logs:\n{self.logs()}")
 
-    def stop(self, signum: int = signal.SIGTERM, timeout_s: float = 20.0) -> int:
+    def stop(self, signum: int = signal.SIGTERM, timeout_s: float = 60.0) -> int:
         assert self.process is not None
         if self.process.poll() is None:
             self.process.send_signal(signum)
@@ -127,8 +127,15 @@ def own_service(tmp_path: Path, model_dir: Path) -> Iterator[Service]:
     owned.close()
 
 
+@pytest.fixture(scope="session")
+def _imports_kept() -> None:
+    """Spare the collector what was imported: it would go through all of torch after every test."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
-def _sdk_sockets_collected() -> Iterator[None]:
+def _sdk_sockets_collected(_imports_kept: None) -> Iterator[None]:
     """The SDK leaves closed-over sockets to the collector: collect them here, where that is no error."""
     yield
     with warnings.catch_warnings():

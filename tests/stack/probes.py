@@ -40,6 +40,8 @@ class Lab:
     model: str
     tenant: str
     names: Iterator[int] = field(default_factory=itertools.count)
+    copies: list[tinker.SamplingClient] = field(default_factory=list)
+    """Of its clients, made by handle: each has a heartbeat of its own."""
 
     def name(self) -> str:
         return f"probe-{next(self.names)}"
@@ -50,6 +52,12 @@ class Lab:
             api_key=self.api_key, base_url=self.base_url, user_metadata={"of": "probes"}, display_name="Probes",
             project_id="probes",
         )  # fmt: skip
+
+    def close(self) -> None:
+        """End the user's session, and all that speaks of it."""
+        for copy in self.copies:
+            copy.holder.close()
+        self.service.close("success").result(WAIT_S)
 
     @cached_property
     def rest(self) -> tinker.RestClient:
@@ -416,6 +424,7 @@ def create(lab: Lab, _call: Call) -> None:
 def sampler_handle(lab: Lab, _call: Call) -> None:
     """the copy of a client, by its handle, draws as it does, under numbers of its own"""
     copy = tinker.SamplingClient.from_sampler_handle(lab.sampling.get_sampler_handle(), api_key=lab.api_key)
+    lab.copies.append(copy)
     assert drawn(copy) == drawn(lab.sampling)
 
 

@@ -6,6 +6,8 @@ import io
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -22,8 +24,19 @@ PROMPT = types.ModelInput.from_ints(list(b"jinxed wizards"))
 GREEDY = types.SamplingParams(max_tokens=8, temperature=0.0)
 
 
-def client(service: Service, key: str = "tml-local") -> tinker.ServiceClient:
-    return tinker.ServiceClient(api_key=key, base_url=service.base_url, project_id="archive")
+Client = Callable[..., tinker.ServiceClient]
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    """Make clients of a service, which must be up at the end of the test: there their sessions end."""
+    with ExitStack() as opened:
+
+        def of(service: Service, key: str = "tml-local") -> tinker.ServiceClient:
+            made = tinker.ServiceClient(api_key=key, base_url=service.base_url, project_id="archive")
+            return opened.enter_context(made)
+
+        yield of
 
 
 def drawn(sampler: tinker.SamplingClient) -> list[int]:
@@ -31,7 +44,7 @@ def drawn(sampler: tinker.SamplingClient) -> list[int]:
 
 
 @pytest.mark.full
-def test_a_copy_trains_and_samples_like_its_source_and_outlives_it(service: Service) -> None:
+def test_a_copy_trains_and_samples_like_its_source_and_outlives_it(service: Service, client: Client) -> None:
     sdk, lists = client(service), rest(service)
     training = sdk.create_lora_training_client(MODEL, rank=4, seed=3).result()
     step(training, b"how razorback-jumping frogs can level")
@@ -53,7 +66,7 @@ def test_a_copy_trains_and_samples_like_its_source_and_outlives_it(service: Serv
     assert run.training_run_id in [each.training_run_id for each in runs]
 
 
-def test_an_unloaded_run_goes_on_and_its_checkpoint_is_packed_for_old_clients(service: Service) -> None:
+def test_an_unloaded_run_goes_on_and_its_checkpoint_is_packed_for_old_clients(service: Service, client: Client) -> None:
     training = client(service).create_lora_training_client(MODEL, rank=2, seed=1).result()
     step(training, b"jinxed wizards")
     before, http = logprobs(training), service.http()
@@ -82,7 +95,7 @@ def test_an_unloaded_run_goes_on_and_its_checkpoint_is_packed_for_old_clients(se
 
 @pytest.mark.full
 def test_a_published_checkpoint_is_loaded_and_sampled_by_another_tenant_until_it_is_unpublished(
-    own_service: Service,
+    own_service: Service, client: Client
 ) -> None:
     own_service.start()
 

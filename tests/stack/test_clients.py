@@ -51,6 +51,8 @@ def check_copies(api: tinker.ServiceClient) -> None:
     params = types.SamplingParams(max_tokens=4, stop=[])
     many = [client.sample(PROMPT, 1, params) for client in (original, *copies) for _ in range(8)]
     assert {len(future.result().sequences[0].tokens) for future in many} == {4}
+    for copy in copies:
+        copy.holder.close()
 
 
 def test_copies_of_a_sampling_client_draw_the_same_under_numbers_of_their_own(api: tinker.ServiceClient) -> None:

@@ -72,7 +72,7 @@ def broker() -> Iterator[Broker]:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, model_dir: Path, broker: Broker) -> Iterator[Service]:
     made = Service(tmp_path_factory.mktemp("faults"), model_dir, options=("--broker-url", broker.url))
-    made.env = {"OPENRL_TENANT_BYTES": "1", "OPENRL_LEASE_S": "4", "OPENRL_SESSION_GRACE_S": "3"}
+    made.env = {"OPENRL_TENANT_BYTES": "1", "OPENRL_LEASE_S": "15", "OPENRL_SESSION_GRACE_S": "3"}
     yield made.start()
     assert made.stop() == 0
     made.close()

@@ -52,11 +52,11 @@ def test_an_operation_in_the_works_shows_by_name_in_the_celery_cli_and_in_flower
         assert seen.status_code == 200 and "sampler.sample" in seen.text and "SUCCESS" in seen.text
     finally:
         flower.terminate()
-        flower.communicate(timeout=20)
+        flower.communicate(timeout=60)
 
 
 def wait_for_page(url: str) -> str:
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 60
     while True:
         try:
             answer = httpx.get(url, timeout=5)
@@ -117,4 +117,4 @@ def test_a_second_trainer_never_touches_a_run_that_the_first_one_owns(service: S
         assert "pass:" not in log.read_text()
     finally:
         second.terminate()
-        assert second.wait(20) == 0
+        assert second.wait(60) == 0

@@ -29,22 +29,22 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore:unclo
 TOKENS = list(b"sphinx of black quartz, judge my vow")
 
 
-def processes_of(data_dir: Path) -> list[psutil.Process]:
-    """Every process that was started for this data directory, told by its environment or command line."""
+def processes_of(data_dir: Path, module: str = "") -> list[psutil.Process]:
+    """Every process of this data directory, told by its environment or command line; of a module alone if named."""
     found = []
     for process in psutil.process_iter():
         try:
-            env = process.environ()
-            if process.pid != os.getpid() and (
-                env.get("OPENRL_DATA_DIR") == str(data_dir) or str(data_dir) in " ".join(process.cmdline())
-            ):
-                found.append(process)
+            env, words = process.environ(), " ".join(process.cmdline())
+            ours = env.get("OPENRL_DATA_DIR") == str(data_dir) or str(data_dir) in words
+            alive = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-    return [process for process in found if process.status() != psutil.STATUS_ZOMBIE]
+            continue  # it has ended meanwhile, or is nobody's that we know
+        if ours and alive and module in words:
+            found.append(process)
+    return found
 
 
-def wait_until_gone(data_dir: Path, *, timeout_s: float) -> list[psutil.Process]:
+def wait_until_gone(data_dir: Path, *, timeout_s: float = 60.0) -> list[psutil.Process]:
     deadline = time.monotonic() + timeout_s
     while (left := processes_of(data_dir)) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -62,8 +62,8 @@ def test_nothing_is_left_after_ten_times_up_and_kill(own_service: Service) -> No
             own_service.process.kill()
             own_service.process.wait(10)
         else:
-            assert own_service.stop(signal.SIGINT if cycle % 4 else signal.SIGTERM, timeout_s=15) == 0
-        left = wait_until_gone(own_service.data_dir, timeout_s=15)
+            assert own_service.stop(signal.SIGINT if cycle % 4 else signal.SIGTERM) == 0
+        left = wait_until_gone(own_service.data_dir)
         assert not left, [(process.pid, process.cmdline()) for process in left]
 
 
@@ -78,7 +78,7 @@ def test_a_restart_on_the_same_directory_finds_its_runs_and_checkpoints(own_serv
     gradient = None
     for how in (signal.SIGTERM, signal.SIGKILL):
         own_service.stop(how)
-        wait_until_gone(own_service.data_dir, timeout_s=15)
+        wait_until_gone(own_service.data_dir)
         http = own_service.start().http()
         assert [row["checkpoint_id"] for row in http.get("/checkpoints").json()["checkpoints"]] == ["weights/kept"]
         assert [row["training_run_id"] for row in http.get("/training_runs").json()["training_runs"]] == [run]
@@ -120,7 +120,7 @@ def test_workers_start_on_demand_stop_when_idle_and_start_again(own_service: Ser
     run = wire.new_run(http, model=MODEL)
     wire.forward_backward(http, run, 1, TOKENS)
     assert workers(own_service.data_dir)
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 60
     while workers(own_service.data_dir) and time.monotonic() < deadline:
         time.sleep(0.3)
     assert not workers(own_service.data_dir)
@@ -130,40 +130,41 @@ def test_workers_start_on_demand_stop_when_idle_and_start_again(own_service: Ser
 
 
 def workers(data_dir: Path) -> list[psutil.Process]:
-    return [each for each in processes_of(data_dir) if any("openrl.workers." in word for word in each.cmdline())]
+    return processes_of(data_dir, "openrl.workers.")
+
+
+def train(http: httpx.Client, run: str, first: int, last: int) -> list[float]:
+    """Odd numbers compute the loss, even ones step; each is read before the next is sent."""
+    seen = []
+    for seq in range(first, last + 1):
+        if seq % 2:
+            wire.forward_backward(http, run, seq, TOKENS).raise_for_status()
+        else:
+            wire.optim_step(http, run, seq, learning_rate=0.01).raise_for_status()
+        metrics = wire.poll(http, f"{run}:{seq}", timeout_s=90).json()["metrics"]
+        seen.append(metrics.get("loss:sum", metrics.get("grad_norm")))
+    return seen
 
 
 def test_a_killed_worker_is_replaced_and_its_run_ends_with_the_weights_of_an_undisturbed_one(
     own_service: Service,
 ) -> None:
-    own_service.env = {"OPENRL_LEASE_S": "4"}
+    own_service.env = {"OPENRL_LEASE_S": "8"}
     http = own_service.start().http()
 
-    def train(run: str, first: int, last: int) -> list[float]:
-        """Odd numbers compute the loss, even ones step; each is read before the next is sent."""
-        losses = []
-        for seq in range(first, last + 1):
-            if seq % 2:
-                wire.forward_backward(http, run, seq, TOKENS).raise_for_status()
-            else:
-                wire.optim_step(http, run, seq, learning_rate=0.01).raise_for_status()
-            metrics = wire.poll(http, f"{run}:{seq}", timeout_s=90).json()["metrics"]
-            losses.append(metrics.get("loss:sum", metrics.get("grad_norm")))
-        return losses
-
     run = wire.new_run(http, model=MODEL)
-    before = train(run, 1, 5)
+    before = train(http, run, 1, 5)
     for process in workers(own_service.data_dir):
         process.kill()
-    after = train(run, 6, 9)
-    assert before + after == train(wire.new_run(http, model=MODEL), 1, 9)
+    after = train(http, run, 6, 9)
+    assert before + after == train(http, wire.new_run(http, model=MODEL), 1, 9)
     assert after[-1] < before[0]
     assert own_service.stop() == 0
 
 
 @pytest.mark.full
 def test_a_worker_that_hangs_is_said_to_be_gone_and_is_replaced(own_service: Service) -> None:
-    own_service.env = {"OPENRL_LEASE_S": "2", "OPENRL_POLL_MIN_S": "1", "OPENRL_POLL_MAX_S": "1"}
+    own_service.env = {"OPENRL_LEASE_S": "8", "OPENRL_POLL_MIN_S": "1", "OPENRL_POLL_MAX_S": "1"}
     http = own_service.start().http()
     run = wire.new_run(http, model=MODEL)
     [hung] = workers(own_service.data_dir)
@@ -189,40 +190,30 @@ def test_an_upgrade_under_a_running_service_replaces_its_workers_and_runs_that_t
     said.parent.mkdir(parents=True)
     said.write_text("Metadata-Version: 2.1\nName: openrl-service\nVersion: 0.0.1\n")
     (said.parent / "entry_points.txt").write_text(str(real.read_text("entry_points.txt")))
-    own_service.env = {"OPENRL_LEASE_S": "4", "PYTHONPATH": str(said.parents[1])}
+    own_service.env = {"OPENRL_LEASE_S": "8", "PYTHONPATH": str(said.parents[1])}
     http = own_service.start().http()
     at = {"OPENRL_REDIS_URL": embedded.url(own_service.data_dir), "OPENRL_DATA_DIR": str(own_service.data_dir)}
     cluster = LocalCluster(Store.connect(StoreSettings.from_env(at)))
 
     def upgrade() -> None:
         said.write_text(f"Metadata-Version: 2.1\nName: openrl-service\nVersion: {now}\n")
-        [scheduler] = [each for each in processes_of(own_service.data_dir) if "openrl.scheduler" in each.cmdline()]
+        [scheduler] = processes_of(own_service.data_dir, "-m openrl.scheduler")
         scheduler.terminate()
 
-    def learn(run: str, first: int, last: int) -> list[float]:
-        losses = []
-        for seq in range(first, last + 1):
-            if seq % 2:
-                wire.forward_backward(http, run, seq, TOKENS).raise_for_status()
-            else:
-                wire.optim_step(http, run, seq, learning_rate=0.01).raise_for_status()
-            metrics = wire.poll(http, f"{run}:{seq}", timeout_s=90).json()["metrics"]
-            losses.append(metrics.get("loss:sum", metrics.get("grad_norm")))
-        return losses
-
     run = wire.new_run(http, model=MODEL)
-    losses = learn(run, 1, 5)
+    losses = train(http, run, 1, 5)
     [before], [old] = cluster.workloads(), workers(own_service.data_dir)
     assert before.version == "0.0.1"
     upgrade()
     deadline = time.monotonic() + 60
     while old.is_running() and time.monotonic() < deadline:
-        losses += learn(run, len(losses) + 1, len(losses) + 1)
-    losses += learn(run, len(losses) + 1, len(losses) + 5)
+        losses += train(http, run, len(losses) + 1, len(losses) + 1)
+    losses += train(http, run, len(losses) + 1, len(losses) + 5)
     [after], [fresh] = cluster.workloads(), workers(own_service.data_dir)
     assert (after.version, after.generation) == (now, 1)
     assert fresh.pid != old.pid and not old.is_running()
-    assert losses == learn(wire.new_run(http, model=MODEL), 1, len(losses)), "no step was lost, and none done twice"
+    # No step was lost, and none done twice.
+    assert losses == train(http, wire.new_run(http, model=MODEL), 1, len(losses))
     assert own_service.stop() == 0
 
 
@@ -262,7 +253,7 @@ def test_a_key_locks_everybody_else_out_and_tenants_are_apart(own_service: Servi
         )  # fmt: skip
         start = made.stdout.index("tml-")
         keys[tenant] = made.stdout[start:].split('"')[0].split()[0]
-    deadline = time.monotonic() + 20  # the API remembers for a second that there was no key
+    deadline = time.monotonic() + 60  # the API remembers for a second that there was no key
     while open_http.get("/sessions").status_code == 200 and time.monotonic() < deadline:
         time.sleep(0.1)
     assert open_http.get("/sessions").status_code == 401

@@ -19,7 +19,7 @@ from redis import Redis
 from openrl.timeslice.standing import standing
 from openrl.timeslice.turn import Turns
 from openrl.workers.model.arena import Arena
-from openrl.workers.model.settings import book_path
+from openrl.workers.model.settings import book_path, half_of_memory
 from tests.stack.conftest import Service
 from tests.tiny import make_tiny_model
 
@@ -32,7 +32,7 @@ GPU = "gpu-0"
 ROOM = 1536 << 10
 """Bytes: the largest state fits, two don't."""
 ADAM = tinker.AdamParams(learning_rate=1e-3)
-SETTINGS = {"OPENRL_SAMPLER_KV_TOKENS": "512", "OPENRL_LEASE_S": "3"}
+SETTINGS = {"OPENRL_SAMPLER_KV_TOKENS": "512", "OPENRL_LEASE_S": "15"}
 MODELS = {"tiny/a": "llama", "tiny/b": "qwen3"}
 
 Curve = list[tuple[float, list[list[int]]]]
@@ -70,7 +70,8 @@ def learn_all(service: Placed, steps: int) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
 
     def one(model: str, seed: int) -> None:
-        curves[model] = learn(service.client(), model, seed, steps)
+        with service.client() as client:
+            curves[model] = learn(client, model, seed, steps)
 
     threads = [threading.Thread(target=one, args=(model, n), daemon=True) for n, model in enumerate(MODELS)]
     for thread in threads:
@@ -112,8 +113,9 @@ def beside(step: Callable[[], None], pause_s: float) -> Iterator[None]:
 class Watch:
     """Looks into the book of what lies on the accelerator."""
 
-    def __init__(self, service: Placed) -> None:
-        self._arena = Arena(book_path(service.data_dir, GPU), size_bytes=ROOM)
+    def __init__(self, data_dir: Path, size_bytes: int) -> None:
+        book_path(data_dir, GPU).parent.mkdir(mode=0o700, exist_ok=True)
+        self._arena = Arena(book_path(data_dir, GPU), size_bytes=size_bytes)
         self.together: list[dict[int, int]] = []
         self.seen: set[int] = set()
 
@@ -152,8 +154,7 @@ def test_two_runs_and_their_samplers_in_turns_learn_what_they_learn_alone_whatev
     with workers(service, ""):
         alone = learn_all(service, 4)
     assert set(alone) == set(MODELS)
-    book_path(service.data_dir, GPU).parent.mkdir(mode=0o700)
-    watch, trouble = Watch(service), Trouble(service, seed=8)
+    watch, trouble = Watch(service.data_dir, ROOM), Trouble(service, seed=8)
     with workers(service, GPU), beside(watch.look, 0.002), beside(trouble.strike, 1.0):
         shared = learn_all(service, 4)
     assert shared == alone
@@ -171,8 +172,8 @@ def full_runs(service: Service) -> list[Curve]:
     curves: dict[int, Curve] = {}
 
     def one(seed: int) -> None:
-        client = tinker.ServiceClient(base_url=service.base_url, api_key="tml-local")
-        curves[seed] = learn(client, service.model, seed, 3, {"openrl.fine_tuning_type": "full"})
+        with tinker.ServiceClient(base_url=service.base_url, api_key="tml-local") as client:
+            curves[seed] = learn(client, service.model, seed, 3, {"openrl.fine_tuning_type": "full"})
 
     threads = [threading.Thread(target=one, args=(seed,), daemon=True) for seed in range(2)]
     for thread in threads:
@@ -188,7 +189,10 @@ def test_two_full_runs_and_their_samplers_on_one_accelerator_learn_what_they_lea
 ):
     own_service.options = ("--accelerators", "1")
     own_service.start()
-    shared = full_runs(own_service)
+    watch = Watch(own_service.data_dir, half_of_memory())
+    with beside(watch.look, 0.002):
+        shared = full_runs(own_service)
+    assert watch.together == [] and len(watch.seen) >= 4
     with Redis.from_url(own_service.redis_url()) as client:
         found = standing(Turns(client), GPU)
     assert len(found.owners) == 4 and found.turns >= 8

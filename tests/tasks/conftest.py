@@ -20,6 +20,17 @@ BASE = "tiny/base"
 SLUG = keys.slug(BASE)
 
 
+def run_all(journal: Journal, lease: Lease) -> list[int]:
+    """Execute whatever is ready, until nothing is; return the sequence ids in order."""
+    done = []
+    while slices := journal.take(SLUG, lease):
+        for piece in slices:
+            for operation in piece.operations:
+                journal.commit(lease, operation, Outcome(), token=piece.token)
+                done.append(operation.seq_id)
+    return done
+
+
 @pytest.fixture
 def journal(store: Store) -> Journal:
     """A journal on the empty store."""

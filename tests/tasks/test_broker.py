@@ -25,6 +25,6 @@ def test_celery_hears_of_a_connection_that_ends_while_it_waits_for_control_messa
                         connection.drain_events(timeout=0.2)
                 assert end(proxy) > 0
                 with pytest.raises(connection.connection_errors):
-                    connection.drain_events(timeout=5)
+                    connection.drain_events(timeout=60)
         finally:
             proxy.close()

@@ -98,9 +98,9 @@ def test_the_owner_hears_that_something_was_cancelled(journal, created, cancelli
     journal.submit(TENANT, run_id, 1, gradient())
     with store.redis.pubsub() as heard:
         heard.subscribe(keys.WAKE)
-        heard.get_message(timeout=5)
+        heard.get_message(timeout=60)
         cancelling.cancel(TENANT, f"{run_id}:1")
-        assert heard.get_message(timeout=5)["data"] == lease.worker_id.encode()
+        assert heard.get_message(timeout=60)["data"] == lease.worker_id.encode()
 
 
 def test_what_stands_behind_a_gap_is_in_nobodys_hands(journal, created, cancelling, futures):

@@ -43,7 +43,7 @@ def launch(data_dir: Path) -> subprocess.Popen[bytes]:
     server = subprocess.Popen(
         embedded.command(data_dir), stdout=subprocess.DEVNULL, env={**os.environ, PARENT_PID: str(os.getpid())}
     )
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while not embedded.answers(data_dir):
         assert server.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)

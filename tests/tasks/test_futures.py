@@ -163,10 +163,10 @@ def test_a_large_result_lives_in_a_file_that_leaves_with_it(futures, store, pend
 
 def test_who_watches_is_woken_by_the_commit(completions, futures, pending, finish):
     with completions.watch(TENANT, pending) as event:
-        event.wait(2.0)  # the subscription itself wakes everybody once
+        assert event.wait(60)  # the subscription itself wakes everybody once
         assert futures.get(TENANT, pending).state == "pending"
         finish()
-        assert event.wait(5.0)
+        assert event.wait(60)
         assert futures.get(TENANT, pending).state == "done"
         assert not event.wait(0.05)
 
@@ -174,30 +174,30 @@ def test_who_watches_is_woken_by_the_commit(completions, futures, pending, finis
 def test_a_commit_between_watching_and_reading_is_not_missed(completions, futures, pending, finish):
     with completions.watch(TENANT, pending) as event:
         finish()
-        assert event.wait(5.0)
+        assert event.wait(60)
         assert futures.get(TENANT, pending).state == "done"
 
 
 def test_only_the_watchers_of_that_promise_are_woken(completions, pending, finish):
     with completions.watch(TENANT, pending) as mine, completions.watch("other", pending) as other:
-        mine.wait(2.0), other.wait(2.0)
+        assert mine.wait(60) and other.wait(60)
         finish()
-        assert mine.wait(5.0)
+        assert mine.wait(60)
         assert not other.wait(0.05)
 
 
 def test_waiting_ends_when_nothing_happens(completions, pending):
-    completions.wait(TENANT, pending, 2.0)
+    completions.wait(TENANT, pending, 60)
     assert completions.wait(TENANT, pending, 0.05) is False
 
 
 def test_a_broken_subscription_is_renewed_and_its_watchers_look_again(completions, store, pending, finish):
     with completions.watch(TENANT, pending) as event:
-        event.wait(2.0)
+        assert event.wait(60)
         store.redis.client_kill_filter(_type="pubsub")
-        assert event.wait(5.0)
+        assert event.wait(60)
         finish()
-        assert event.wait(5.0)
+        assert event.wait(60)
 
 
 def test_a_wake_up_that_breaks_keeps_nobody_from_being_woken(completions, pending, finish):
@@ -209,13 +209,13 @@ def test_a_wake_up_that_breaks_keeps_nobody_from_being_woken(completions, pendin
             raise RuntimeError("not a fault of the store")
 
     with completions.watch(TENANT, pending) as event:
-        event.wait(2.0)
+        assert event.wait(60)
         completions.call_on_wake("w1", wake)
         completions._redis.publish(keys.WAKE, b"w1")
-        assert broken.wait(5.0)
-        event.wait(5.0)  # the renewed subscription
+        assert broken.wait(60)
+        event.wait(60)  # the renewed subscription
         finish()
-        assert event.wait(5.0)
+        assert event.wait(60)
         assert completions._thread.is_alive()
 
 
@@ -225,19 +225,19 @@ def test_a_subscription_whose_thread_has_died_is_started_anew(completions, pendi
     dead.join()
     completions._thread, completions._pid = dead, os.getpid()
     with completions.watch(TENANT, pending) as event:
-        event.wait(2.0)
+        assert event.wait(60)
         finish()
-        assert event.wait(5.0)
+        assert event.wait(60)
 
 
 def test_hundreds_of_watchers_share_one_subscription(completions, store, pending, finish):
-    woken = threading.Barrier(201, timeout=20)
+    woken = threading.Barrier(201, timeout=60)
     before = store.redis.pubsub_numsub(keys.DONE)[0][1]  # one of an earlier test may be about to end
 
     def watch() -> None:
         with completions.watch(TENANT, pending) as event:
             woken.wait()
-            assert event.wait(10.0)
+            assert event.wait(60)
             woken.wait()
 
     threads = [threading.Thread(target=watch) for _ in range(200)]
@@ -263,9 +263,9 @@ store = Store.connect(StoreSettings(redis_url=sys.argv[1], data_dir=Path(sys.arg
 completions = Completions(store)
 def watch():
     with completions.watch("t", "r") as event:
-        event.wait(2.0)
+        event.wait(60)
         started.append(1)
-        return event.wait(10.0)
+        return event.wait(60)
 started = []
 watchers = [gevent.spawn(watch) for _ in range(100)]
 while len(started) < 100:

@@ -25,6 +25,7 @@ from openrl.tasks.messages import (
 from openrl.tasks.ownership import Lease
 from openrl.tasks.registry import Checkpoint, Registry, Sampler
 from openrl.tasks.store import Store
+from tests.tasks.conftest import run_all
 
 TENANT, OTHER, BASE = "local", "other", "tiny/base"
 SLUG = keys.slug(BASE)
@@ -55,17 +56,6 @@ def age_gaps(store: Store, seconds: float) -> None:
     """Let that time pass for whatever is missing."""
     for member in store.redis.zrange(keys.GAPS, 0, -1):
         store.redis.zincrby(keys.GAPS, -seconds, member)
-
-
-def run_all(journal: Journal, lease: Lease) -> list[int]:
-    """Execute whatever is ready, until nothing is; return the sequence ids in order."""
-    done = []
-    while slices := journal.take(SLUG, lease):
-        for piece in slices:
-            for operation in piece.operations:
-                journal.commit(lease, operation, Outcome(), token=piece.token)
-                done.append(operation.seq_id)
-    return done
 
 
 @pytest.fixture

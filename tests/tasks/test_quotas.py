@@ -12,14 +12,14 @@ import pytest
 from openrl.tasks import keys
 from openrl.tasks.errors import InvalidRequest, NotFound, Overloaded, QuotaExceeded
 from openrl.tasks.futures import Futures
-from openrl.tasks.journal import Journal, Outcome, checkpoint_row, sampler_row
+from openrl.tasks.journal import Outcome, checkpoint_row, sampler_row
 from openrl.tasks.messages import CreateModel, Datum, ForwardBackward, OptimStep, Sample, SaveWeights
 from openrl.tasks.operations import Usage
-from openrl.tasks.ownership import Lease
 from openrl.tasks.quotas import NAMES, Amounts, Quotas, refusal
 from openrl.tasks.registry import Checkpoint, Registry, Sampler
 from openrl.tasks.store import Store
 from openrl.tasks.usage import Usage as Books
+from tests.tasks.conftest import run_all
 
 TENANT, BASE = "local", "tiny/base"
 SLUG = keys.slug(BASE)
@@ -41,16 +41,6 @@ def batch(num_tokens: int) -> ForwardBackward:
 
 def prompt(num_tokens: int) -> Sample:
     return Sample(adapter_dir="", prompt=tuple(range(num_tokens)), num_samples=1, max_tokens=1)
-
-
-def run_all(journal: Journal, lease: Lease) -> list[int]:
-    done = []
-    while slices := journal.take(SLUG, lease):
-        for piece in slices:
-            for operation in piece.operations:
-                journal.commit(lease, operation, Outcome(), token=piece.token)
-                done.append(operation.seq_id)
-    return done
 
 
 def saved(run_id: str, name: str, size: int) -> Outcome:

@@ -323,8 +323,8 @@ def test_a_sample_cancelled_in_a_samplers_hands_ends_at_once_and_its_result_coun
     with store.redis.pubsub() as heard:
         heard.subscribe(keys.WAKE)
         assert cancelling.cancel(TENANT, jobs[0].request_id) == "cancelled"
-        heard.get_message(timeout=5)
-        assert heard.get_message(timeout=5)["data"] == keys.cancelling("s1").encode()
+        heard.get_message(timeout=60)
+        assert heard.get_message(timeout=60)["data"] == keys.cancelling("s1").encode()
     assert journal.held_samples(lease) == {(TENANT, jobs[1].request_id)}
     with pytest.raises(StaleOwner):
         journal.commit_sample(lease, jobs[0], Outcome(result=b"\x01"))

@@ -56,7 +56,7 @@ def start() -> Iterator[Callable[..., Worker]]:
 
 def gone_soon(holder: Holder) -> bool:
     """Give the kernel the moment that it takes to end a process that was killed."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not (gone := holder.is_gone()) and time.monotonic() < until:
         time.sleep(0.01)
     return gone

@@ -83,7 +83,7 @@ def new_seat(turns: Turns, device: Device) -> Iterator[Callable[..., tuple[Seat,
 
 
 def soon(fact: Callable[[], bool]) -> bool:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not (found := fact()) and time.monotonic() < until:
         time.sleep(0.005)
     return found
