@@ -53,8 +53,8 @@ def _redis_url(directory: Path, *, named: bool, begins: bool) -> Iterator[str]:
         yield given
     elif not (begins or embedded.is_kept(directory) or datadir.held(directory)):
         raise InvalidRequest(
-            f"{directory} is no service's data directory: name it by --data-dir or OPENRL_DATA_DIR, or its store by "
-            "OPENRL_REDIS_URL"
+            f"{directory} has no store and no service runs on it: name the service's directory by --data-dir or "
+            "OPENRL_DATA_DIR, or its store by OPENRL_REDIS_URL"
         )
     else:
         with embedded.running(directory) as redis_url:

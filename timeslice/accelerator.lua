@@ -95,16 +95,16 @@ local function next_of(owners, credit, share)
   return richest
 end
 
--- Keep the credits of those who wait or hold, and every other that isn't a whole `share`: as in fairness.py, whoever
--- comes and goes would never run out. An owner that hasn't been heard of for a day is forgotten too.
-local function keep(credit, holder, owners, share)
+-- Keep the credits of those who wait or hold, and of all who were heard of within a day: as in fairness.py, whoever
+-- comes and goes would never run out. How much a whole credit is depends on who waits, so none is dropped for being whole.
+local function keep(credit, holder, owners)
   local present = {[holder] = true}
   for _, owner in ipairs(owners) do
     present[owner] = true
   end
   redis.call('DEL', CREDIT)
   for owner, left in pairs(credit) do
-    if present[owner] or (left < share and redis.call('EXISTS', owner_key(owner)) == 1) then
+    if present[owner] or redis.call('EXISTS', owner_key(owner)) == 1 then
       redis.call('HSET', CREDIT, owner, whole(left))
     end
   end
@@ -124,9 +124,8 @@ local function finish(how)
   local owner, granted, busy, owners = turn[1], tonumber(turn[2]), tonumber(turn[3] or 0), waiting()
   local present, credit, held = {unpack(owners)}, credits(), math.max(0, now - granted)
   present[#present + 1] = owner
-  local share = quantum(present)
-  credit[owner] = (credit[owner] or share) - cost_of(owners, granted)
-  keep(credit, owner, owners, share)
+  credit[owner] = (credit[owner] or quantum(present)) - cost_of(owners, granted)
+  keep(credit, owner, owners)
   redis.call('HINCRBY', owner_key(owner), 'held', whole(held))
   redis.call('HINCRBY', owner_key(owner), 'busy', whole(busy))
   redis.call('EXPIRE', owner_key(owner), KEPT_OWNER_S)

@@ -26,8 +26,7 @@ if turn[2] then
   return ''
 end
 local owners, credit = waiting(), credits()
-local share = quantum(owners)
-if next_of(owners, credit, share) ~= owner then
+if next_of(owners, credit, quantum(owners)) ~= owner then
   return ''
 end
 local waited = math.max(0, now - tonumber(redis.call('ZSCORE', LINE, owner)))
@@ -35,7 +34,7 @@ local waited = math.max(0, now - tonumber(redis.call('ZSCORE', LINE, owner)))
 local token = whole(math.max(tonumber(turn[1] or 0) + 1, now))
 redis.call('ZREM', LINE, owner)
 redis.call('HDEL', SEEN, owner)
-keep(credit, owner, owners, share)
+keep(credit, owner, owners)
 redis.call('HSET', base, 'token', token, 'owner', owner, 'seat', seat, 'holder', ARGV[4], 'state', 'granted', 'granted', whole(now),
   'busy', 0, 'waited', whole(waited))
 redis.call('HINCRBY', base, 'turns', 1)

@@ -50,7 +50,7 @@ class DeficitRoundRobin:
         """Drop the owners that don't wait and whose credit is whole, and of the others all but the MOST_ABSENT poorest.
 
         What was used of a credit outlives the owner's absence like a debt: otherwise those who come and go would never
-        run out of it, no round would pass, and whoever owes would wait for ever.
+        run out of it, no round would pass, and whoever owes would wait for ever. A name that is new has a whole credit.
         """
         absent = [owner for owner in self._credit if owner not in waiting]
         forgotten = [owner for owner in absent if self._credit[owner] >= self._quantum]

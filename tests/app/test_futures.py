@@ -112,7 +112,7 @@ def test_a_large_result_comes_back_whole(api: Api, worker: Worker) -> None:
 @pytest.fixture
 def patient(app, store: Store) -> Api:
     """The API with polls that are held for long."""
-    app = create_app(AppSettings(poll_min_s=20, poll_max_s=30), store=store)
+    app = create_app(AppSettings(poll_min_s=40, poll_max_s=40), store=store)
     return Api(app.test_client(), app.extensions["openrl"])
 
 
@@ -124,7 +124,8 @@ def test_a_held_poll_answers_as_soon_as_the_operation_ends(patient: Api, worker:
     time.sleep(0.2)
     assert not answers
     worker.step({"create_model": Outcome(result=json.dumps({"model_id": run}).encode())})
-    poll.join(60)
+    poll.join(20)
+    assert not poll.is_alive(), "it is held for 40 s"
     assert patient.ok(answers[0]) == {"model_id": run}
     patient.services.close()
 
@@ -138,7 +139,8 @@ def test_a_process_that_leaves_answers_its_polls_at_once(patient: Api) -> None:
     time.sleep(0.2)
     patient.services.polls.release()
     for poll in polls:
-        poll.join(60)
+        poll.join(20)
+    assert not any(poll.is_alive() for poll in polls), "they are held for 40 s"
     assert [answer.status_code for answer in answers] == [408] * 3
     assert patient.poll(f"{run}:0").status_code == 408
     patient.services.close()

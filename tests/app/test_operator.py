@@ -42,7 +42,7 @@ def test_a_directory_that_is_no_services_is_refused_and_not_made(
     monkeypatch.delenv("OPENRL_REDIS_URL", raising=False)
     command, *rest = words
     result = CliRunner().invoke(command, [*rest, "--data-dir", str(tmp_path / "misspelt")])
-    assert result.exit_code == 2 and f"{tmp_path / 'misspelt'} is no service's data directory" in result.stderr
+    assert result.exit_code == 2 and f"{tmp_path / 'misspelt'} has no store and no service" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 

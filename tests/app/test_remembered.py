@@ -39,7 +39,8 @@ def lasting(store: Store) -> Iterator[Api]:
 
 
 def eventually(true: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 60
+    """Wait for it, for less than `lasting` remembers."""
+    deadline = time.monotonic() + 8
     while not true() and time.monotonic() < deadline:
         time.sleep(0.02)
     return true()

@@ -1,4 +1,4 @@
-"""In bfloat16 the trainer and the sampler agree on the same text as closely as its eight bits let them."""
+"""In bfloat16 the packed forward and the cached one agree on the same text as closely as its eight bits let them."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def loaded(request, tmp_path_factory) -> LoadedModel:
 
 
 def trained(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
-    """What the trainer makes of a text: log-probabilities [T - 1]."""
+    """What a training pass makes of a text: log-probabilities [T - 1]."""
     text_T = torch.tensor(tokens)
     with torch.no_grad(), attention.packed([len(tokens) - 1]):
         hidden_TD = attention.hidden_states(loaded, text_T[:-1], attention.positions([len(tokens) - 1]))

@@ -62,8 +62,8 @@ def test_nothing_is_left_after_ten_times_up_and_kill(own_service: Service) -> No
             own_service.process.kill()
             own_service.process.wait(10)
         else:
-            assert own_service.stop(signal.SIGINT if cycle % 4 else signal.SIGTERM) == 0
-        left = wait_until_gone(own_service.data_dir)
+            assert own_service.stop(signal.SIGINT if cycle % 4 else signal.SIGTERM, timeout_s=15) == 0
+        left = wait_until_gone(own_service.data_dir, timeout_s=15 if cycle % 2 == 0 else 60)
         assert not left, [(process.pid, process.cmdline()) for process in left]
 
 

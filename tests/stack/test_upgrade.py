@@ -77,6 +77,12 @@ def logprobs(found: dict[str, Any]) -> list[float]:
     return list(found["loss_fn_outputs"][0]["logprobs"]["data"])
 
 
+def assert_same_metrics(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compare what the older version told, too; a newer one may tell more."""
+    told = expected["metrics"]
+    assert {name: found["metrics"].get(name) for name in told} == pytest.approx(told, rel=1e-3)
+
+
 def assert_same_draw(found: dict[str, Any]) -> None:
     for mine, its in zip(found["sequences"], FACTS["drawn"]["sequences"], strict=True):
         assert mine["tokens"] == its["tokens"]
@@ -87,7 +93,7 @@ def assert_same_draw(found: dict[str, Any]) -> None:
 def test_what_was_acknowledged_takes_effect_as_if_nothing_had_happened(ada: httpx.Client) -> None:
     for seq, expected in list(enumerate(FACTS["results"], start=1))[DONE_BEFORE:]:
         found = result(ada, f"{FACTS['half']}:{seq}")
-        assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-3), seq
+        assert_same_metrics(found, expected)
     assert logprobs(found) == pytest.approx(FACTS["logprobs"], abs=1e-3)
 
 
@@ -129,7 +135,7 @@ def test_an_old_checkpoint_is_loaded_with_its_optimizer(ada: httpx.Client) -> No
         [("forward_backward", accumulate), ("forward_backward", accumulate_too), ("optim_step", step)], start=1
     ):
         found = result(ada, post(ada, route, body | {"seq_id": seq})["request_id"])
-        assert found["metrics"] == pytest.approx(FACTS["results"][7 + seq]["metrics"], rel=1e-3)
+        assert_same_metrics(found, FACTS["results"][7 + seq])
     assert found["metrics"]["step"] == 3
 
 

@@ -233,6 +233,18 @@ def test_whoever_owes_is_served_although_others_come_and_go(world: World):
     assert turns > 60, "what it owes it waits for"
 
 
+def test_what_an_owner_of_dear_switches_has_used_is_remembered_while_only_cheap_ones_wait(world: World):
+    credit = f"openrl:accelerator:{GPU}:credit"
+    token = ask(world, "dear")
+    world.note(GPU, token, park=1.0, restore=1.0)
+    world.release(GPU, token, park_s=1.0)
+    world.redis.hset(credit, "dear", 14 * SECOND)  # of 16, and many times what is whole for a cheap one
+    token = ask(world, "cheap")
+    assert token is not None
+    world.release(GPU, token)
+    assert world.redis.hget(credit, "dear") == str(14 * SECOND).encode()
+
+
 @pytest.mark.parametrize("name", ["", "two words", "new\nline", "x" * 201, "-first"])
 def test_names_that_make_no_sense_are_refused(world: World, name: str):
     before = world.dump()

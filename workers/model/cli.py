@@ -56,8 +56,8 @@ def fetch(name: str, directory: Path, source: Path | None) -> None:
 def _check_writable(directory: Path) -> None:
     """Refuse a directory that can't be made before anything is fetched for it."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory.parent), tempfile.TemporaryFile(dir=directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory.parent):
             pass
     except OSError as error:
         raise click.ClickException(f"cannot write to {directory}: {error.strerror or error}") from error

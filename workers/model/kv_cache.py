@@ -138,7 +138,7 @@ def cached(cache: KVCache | Sequence[KVCache], rows: Sequence[Row]) -> Iterator[
     their slots lie close. After a forward that raised, clear the slots.
 
     Raises:
-        ValueError: a row doesn't continue its slot, or the caches lie in different memory; nothing was changed.
+        ValueError: a row doesn't continue its slot, or the caches lie in different memory; nothing was written.
     """
     caches = [cache] * len(rows) if isinstance(cache, KVCache) else list(cache)
     owners = list(dict.fromkeys(caches))
