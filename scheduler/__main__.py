@@ -16,8 +16,9 @@ from pathlib import Path
 
 from celery.beat import Service
 
-from openrl.scheduler import metrics, told
+from openrl.scheduler import metrics, remembered
 from openrl.scheduler.needs import Budget
+from openrl.scheduler.noted import Noted
 from openrl.scheduler.reconcile import SCHEDULE, Reconciler, SchedulerTask, reconcile
 from openrl.scheduler.resources import Cluster
 from openrl.scheduler.settings import SchedulerSettings
@@ -108,7 +109,7 @@ def main() -> int:
     """Serve the queue `control` until SIGTERM or SIGINT. Returns the exit status, 2 where it refuses to start."""
     die_with_parent()
     try:
-        environ = told.Noted(os.environ)
+        environ = Noted(os.environ)
         settings, own = StoreSettings.from_env(), SchedulerSettings.from_env(environ)
     except ValueError as nonsense:
         sys.stderr.write(f"openrl.scheduler: {nonsense}\n")
@@ -118,7 +119,7 @@ def main() -> int:
         upgrade.check(store)
         cluster, version = _cluster(store, own)
         budget = Budget.from_env(environ)
-        told.keep(store, environ.told)
+        remembered.keep(store, environ.answered)
     except (OtherVersion, ValueError) as refused:
         sys.stderr.write(f"openrl.scheduler: {refused}\n")
         return 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from openrl.scheduler.resources import KINDS, Action, Demand, Kind, Limit, Need, Pool, Workload
@@ -128,18 +128,21 @@ def waiting(depth: int, oldest_s: float) -> str:
     return f"{'1 operation waits' if depth == 1 else f'{depth} operations wait'}, the oldest for {oldest_s:.1f} s"
 
 
-def asks(view: View) -> list[Ask]:
-    """Return what has to be placed now."""
+def asks(view: View, *, leaving: Container[str] = ()) -> list[Ask]:
+    """Return what has to be placed now, but the workloads that are `leaving`."""
     members: dict[str, list[tuple[Member, Demand]]] = defaultdict(list)
     for pool, demand in view.snapshot.demand.items():
-        for member in _members(pool, demand, view):
+        for member in _members(pool, demand, view, leaving):
             members[pool.slug if pool.is_full else member.name].append((member, demand))
     found = [_ask(group) for group in members.values() if any(member.asked or member.workload for member, _ in group)]
     return sorted(found, key=lambda ask: ask.name)
 
 
-def standing_asks(view: View, unspoken: Iterable[str]) -> list[Ask]:
-    """Return those who have seats at pending claims for which no device is free; a place elsewhere would do too."""
+def standing_asks(view: View, unspoken: Iterable[str], *, leaving: Container[str] = ()) -> list[Ask]:
+    """Return those who have seats at pending claims for which no device is free; a place elsewhere would do too.
+
+    Not where one of them is `leaving`: the claim is seen anew once it is gone.
+    """
     wanted = set(unspoken)
     groups: dict[str, list[Workload]] = defaultdict(list)
     for workload in view.workloads:
@@ -147,7 +150,7 @@ def standing_asks(view: View, unspoken: Iterable[str]) -> list[Ask]:
             groups[workload.claim].append(workload)
     found = []
     for claim in sorted(groups):
-        if not _stands(groups[claim], view):
+        if any(each.name in leaving for each in groups[claim]) or not _stands(groups[claim], view):
             continue
         demands = [view.demand(workload) or NO_DEMAND for workload in groups[claim]]
         members = tuple(
@@ -184,10 +187,10 @@ def seats_of_owners(view: View) -> Counter[str]:
     return Counter(seat.owner for claim in view.seen.claims for seat in claim.seats if seat.owner)
 
 
-def _members(pool: Pool, demand: Demand, view: View) -> Iterator[Member]:
+def _members(pool: Pool, demand: Demand, view: View, leaving: Container[str]) -> Iterator[Member]:
     """Yield the pool's workers that have no place: those that are missing, and those that wait for one."""
     for workload in view.replicas.get(pool, ()):
-        if workload.phase == "Pending":
+        if workload.phase == "Pending" and workload.name not in leaving:
             yield Member(
                 pool=pool, name=workload.name, need=workload.need, workload=workload, asked=bool(demand.depth),
                 avoids=view.avoided(workload),
@@ -199,11 +202,15 @@ def _members(pool: Pool, demand: Demand, view: View) -> Iterator[Member]:
 
 
 def _completes_a_gang(pool: Pool, view: View) -> bool:
-    """Tell whether it is placed without demand of its own: a full run of which nothing has a place yet."""
+    """Tell whether it is placed without demand of its own: a full run of which nothing has or had a place.
+
+    One that had is waited for alone. Were its partner, which gave way to it, to come with it once more, both would give
+    way to each other for ever where there is room for one.
+    """
     if not (pool.is_full and view.seen.has_claims):
         return False
     both = [view.replicas.get(Pool(slug=pool.slug, base=pool.base, kind=kind), ()) for kind in KINDS]
-    return not any(workload.phase != "Pending" for replicas in both for workload in replicas)
+    return not any(workload.placed or workload.phase != "Pending" for replicas in both for workload in replicas)
 
 
 def _ask(group: list[tuple[Member, Demand]]) -> Ask:

@@ -5,16 +5,13 @@ Decides nothing about them. Each is started with its device, its engine and its 
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 from collections.abc import Mapping
 
 from openrl.scheduler import engines, report
-from openrl.scheduler.clusters.local import LocalCluster
 from openrl.scheduler.resources import Process, Workload
 from openrl.scheduler.supervisor import Program, Supervisor
-from openrl.tasks.errors import StoreFault, StoreUnavailable
+from openrl.tasks import assignment
 from openrl.workers.model import settings as placing
 
 IDLE_STOP_S = 120.0
@@ -23,11 +20,12 @@ IDLE_STOP_S = 120.0
 HUNG_STOP_S = 5.0
 """How long a worker that hangs may take to prove that it doesn't."""
 
-WANTED_S = 0.5
-
 
 class Crew:
-    """The processes of the workers. `devices`: what CUDA_VISIBLE_DEVICES names for each accelerator."""
+    """The processes of the workers.
+
+    `devices`: what CUDA_VISIBLE_DEVICES names for each accelerator; `environ`: all that the workers get.
+    """
 
     def __init__(
         self, supervisor: Supervisor, engine: engines.Engine, devices: tuple[str, ...], environ: Mapping[str, str]
@@ -78,8 +76,9 @@ class Crew:
         argv = [engine.python, "-m", module, "--base", workload.base, "--name", workload.name]
         argv += ["--pool", workload.slug] if workload.pool.is_full else []
         device = "" if workload.accelerator is None else self._devices[workload.accelerator]
-        env = {**self._environ, **engine.environ, "CUDA_VISIBLE_DEVICES": device, **self._turns(workload, engine)}
-        return Program(name=workload.name, argv=argv, env=env)
+        # A shell may name a place, of a pod; a worker would wait for it.
+        placed = {assignment.VARIABLE: "", "CUDA_VISIBLE_DEVICES": device, **self._turns(workload, engine)}
+        return Program(name=workload.name, argv=argv, env={**self._environ, **engine.environ, **placed})
 
     def _turns(self, workload: Workload, engine: engines.Engine) -> dict[str, str]:
         """Let a worker take turns at its claim; where no device is behind that, on one of a bounded size.
@@ -90,30 +89,6 @@ class Crew:
         if workload.accelerator is None or (engine.name == engines.VLLM and not sleeps):
             return {placing.VARIABLE: ""}
         turns = {placing.VARIABLE: workload.claim or ""}
-        if not self._devices[workload.accelerator] and not os.environ.get(placing.BYTES):
+        if not self._devices[workload.accelerator] and not self._environ.get(placing.BYTES):
             turns[placing.BYTES] = str(placing.half_of_memory() // len(self._devices))
         return turns
-
-
-class Wanted(threading.Thread):
-    """Reads what is wanted and writes what runs, so that a store that doesn't answer never holds up the supervisor."""
-
-    def __init__(self, cluster: LocalCluster) -> None:
-        super().__init__(name="wanted", daemon=True)
-        self._cluster = cluster
-        self._stopping = threading.Event()
-        self.latest: tuple[Workload, ...] | None = None
-        self.running: dict[str, Process] = {}
-
-    def run(self) -> None:
-        """Look twice a second; while the store is away, what was wanted last is still wanted."""
-        while not self._stopping.wait(WANTED_S):
-            try:
-                self._cluster.report(self.running)
-                self.latest = self._cluster.wanted()
-            except (StoreUnavailable, StoreFault):
-                continue
-
-    def stop(self) -> None:
-        """Stop reading; a read under way may still end."""
-        self._stopping.set()

@@ -35,7 +35,7 @@ def decide(snapshot: Snapshot) -> Decision:
     # Where claims can be made, a seat is free once its process is gone; a machine's own devices are in turns anyway.
     gone = () if snapshot.seen.can_claim else leaving
     room = Room(snapshot.seen, snapshot.policy, gone=gone, stuck=view.stuck_claims)
-    waiting_ones = [*asks(view), *standing_asks(view, room.unspoken)]
+    waiting_ones = [*asks(view, leaving=leaving), *standing_asks(view, room.unspoken, leaving=leaving)]
     placed = Placer(view, room).place(Queue(waiting_ones, view))
     settled = _without(staying, placed.actions)
     moved = moves(view, room, settled)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from openrl.scheduler.decide import decide
 from openrl.scheduler.needs import Needs
-from openrl.scheduler.resources import Claim, Demand, Pool, Process, Snapshot, Workload
+from openrl.scheduler.resources import Claim, Demand, Need, Pool, Process, Snapshot, Workload
 from openrl.scheduler.sizes import in_words
 from openrl.scheduler.view import NO_NEED
 from openrl.tasks.errors import NotFound, shown
@@ -60,8 +60,12 @@ def rows(snapshot: Snapshot) -> list[Row]:
     return [_row(workload, snapshot, claims, waits) for workload in _by_name(snapshot.seen.workloads)]
 
 
-def explain(name: str, snapshot: Snapshot, models: Sequence[BaseModel], needs: Needs) -> Explanation:
+def explain(
+    name: str, snapshot: Snapshot, models: Sequence[BaseModel], needs: Needs, owners: Mapping[str, str]
+) -> Explanation:
     """Explain one worker, also one that isn't there: what its pool would get.
+
+    `owners`: the tenant of each pool of a full run.
 
     Raises:
         NotFound: no pool has a worker of this name.
@@ -75,7 +79,7 @@ def explain(name: str, snapshot: Snapshot, models: Sequence[BaseModel], needs: N
     size = (
         needs.size(pool, model, on_bytes=claim.device_bytes if claim else 0) if model else f"{pool.base} isn't served"
     )
-    seated = workload or _absent(name, pool, snapshot)
+    seated = workload or _absent(name, pool, snapshot, needs.of([pool], models, owners).get(pool, NO_NEED))
     return Explanation(
         row=_row(seated, snapshot, claims, decision.waits),
         size=size if isinstance(size, str) else size.words,
@@ -125,10 +129,9 @@ def _place(claim: Claim | None, snapshot: Snapshot) -> str:
     return f"{claim.name} on {claim.node}, {size}; {turns}; {in_words(host)}{of} of the node's memory are taken"
 
 
-def _absent(name: str, pool: Pool, snapshot: Snapshot) -> Workload:
+def _absent(name: str, pool: Pool, snapshot: Snapshot, need: Need) -> Workload:
     asked = snapshot.demand[pool].depth
     reason = "it is about to be started" if asked else "nothing waits for it; it starts with the first operation"
-    need = snapshot.needs.get(pool, NO_NEED)
     return Workload(
         name=name, kind=pool.kind, base=pool.base, slug=pool.slug, since=snapshot.now, phase="Pending", need=need,
         reason=reason,

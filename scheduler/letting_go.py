@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from openrl.scheduler.resources import Action, Pool, Workload
-from openrl.scheduler.view import View
+from openrl.scheduler.view import NO_DEMAND, View
 
 
 def stops(view: View) -> list[Action]:
@@ -33,7 +33,7 @@ def _why_not(workload: Workload, view: View) -> str:
         return f"{workload.base} is no longer served"
     if workload.phase == "Stopping":
         return ""
-    if workload.phase in ("Pending", "Reserved") and partner(workload, view) is not None:
+    if workload.phase in ("Pending", "Reserved") and _has_company(workload, view):
         return ""
     if workload.phase == "Pending" and not demand.depth and not workload.placed:
         return "nothing waits for it any more, and it never had a place"
@@ -43,10 +43,17 @@ def _why_not(workload: Workload, view: View) -> str:
     return f"nothing to do for {idle_s:.0f} s (idle timeout {view.policy.idle_timeout_s:g} s)"
 
 
-def partner(workload: Workload, view: View) -> Workload | None:
-    """Return the other worker of a full run: its sampler of the trainer, its trainer of the sampler."""
-    pool = view.pools[workload.name]
+def _has_company(workload: Workload, view: View) -> bool:
+    """Tell whether the other worker of its full run runs or is asked for: two that only wait keep none of them."""
+    other = _other(view.pools[workload.name])
+    if other is None:
+        return False
+    there = any(each.is_to_run for each in view.replicas.get(other, ()))
+    return there or view.snapshot.demand.get(other, NO_DEMAND).depth > 0
+
+
+def _other(pool: Pool) -> Pool | None:
+    """Return the other pool of a full run, None for one that serves all."""
     if not pool.is_full:
         return None
-    other = Pool(slug=pool.slug, base=pool.base, kind="sampler" if pool.kind == "trainer" else "trainer")
-    return next(iter(view.replicas.get(other, ())), None)
+    return Pool(slug=pool.slug, base=pool.base, kind="sampler" if pool.kind == "trainer" else "trainer")

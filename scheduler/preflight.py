@@ -13,7 +13,7 @@ from pathlib import Path
 
 from openrl.scheduler import prepare
 from openrl.scheduler.environment import store_settings, told
-from openrl.scheduler.misspelt import Watched
+from openrl.scheduler.noted import Noted
 from openrl.scheduler.settings import SchedulerSettings, UpSettings
 from openrl.tasks import datadir, embedded, upgrade
 from openrl.tasks.errors import OpenRLError
@@ -38,7 +38,7 @@ def check_settings(settings: UpSettings) -> set[str]:
 
     Return the names of all settings that a part has asked for.
     """
-    environ = Watched(os.environ | told(settings, port=settings.port))
+    environ = Noted(os.environ | told(settings, port=settings.port))
     parts = [entry.load() for entry in entry_points(group=SETTINGS)]
     for part in (StoreSettings, SchedulerSettings, placing.AcceleratorSettings, *parts):
         try:

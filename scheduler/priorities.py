@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 MOST = 1000
@@ -21,6 +21,13 @@ class Priorities:
         """Return the number of a worker: its tenant's, who has it to himself ("" nobody), else that of its model."""
         by_model = self.models.get(model, 0)
         return self.tenants.get(owner, by_model) if owner else by_model
+
+    def unserved(self, served: Iterable[str]) -> list[str]:
+        """Say of each model with a number that it isn't among those served."""
+        return [
+            f"OPENRL_MODEL_PRIORITY: {name!r} is no base model that is served; its number has no effect"
+            for name in sorted(self.models.keys() - set(served))
+        ]
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Priorities:

@@ -130,6 +130,8 @@ class Reconciler:
         if changed:
             reach("scheduler.applied")
         if not self._said:
+            for text in self._settings.priorities.unserved(model.name for model in self._registry.models()):
+                log.warning(text)
             self._local.set_watched()
             self._said = True
 

@@ -108,9 +108,10 @@ class Room:
         self._tentative = 0
         self.unspoken: list[str] = []
         """Pending claims for which no device is free, and those that are stuck."""
-        self._add_claims(seen.claims)
+        # What is seen comes in any order; of places that suit equally well the claim that is as it is for longest wins.
+        self._add_claims(sorted(seen.claims, key=lambda claim: (claim.since, claim.name)))
         free = [
-            device for device in seen.devices
+            device for device in sorted(seen.devices, key=lambda device: device.name)
             if not device.claim and device.node in self._nodes and not self._nodes[device.node].closed
         ]  # fmt: skip
         for device in self._unspoken(free, seen.claims):

@@ -20,11 +20,13 @@ from pathlib import Path
 from openrl.scheduler import engines, preflight, prepare, report
 from openrl.scheduler import models as base_models
 from openrl.scheduler.clusters.local import LocalCluster
-from openrl.scheduler.crew import Crew, Wanted
+from openrl.scheduler.crew import Crew
 from openrl.scheduler.environment import store_settings, told
 from openrl.scheduler.misspelt import unread
+from openrl.scheduler.priorities import Priorities
 from openrl.scheduler.settings import UpSettings
 from openrl.scheduler.supervisor import PROCESSES, Program, Supervisor
+from openrl.scheduler.wanted import Wanted
 from openrl.tasks import datadir, embedded, process, upgrade
 from openrl.tasks.errors import OpenRLError, StoreFault, StoreUnavailable
 from openrl.tasks.registry import BaseModel
@@ -87,6 +89,8 @@ def _prepare(settings: UpSettings, held: ExitStack) -> _Up:
     preflight.check_store(settings)
     # Last, since it may fetch gigabytes.
     models = engines.as_served(base_models.resolve(settings.models), engine, os.environ)
+    for text in Priorities.from_env(os.environ).unserved(model.name for model in models):
+        report.line(text)
     held.enter_context(datadir.hold(settings.data_dir))
     if not settings.redis_url:
         embedded.end_leftover(settings.data_dir)
@@ -216,7 +220,7 @@ class _Up:
 
     def _keep_running(self) -> None:
         wanted = Wanted(LocalCluster(self._store))
-        crew = Crew(self._supervisor, self._engine, self._settings.devices, self._environment())
+        crew = self._crew()
         wanted.start()
         while not self._signals:
             self._look()
@@ -227,6 +231,9 @@ class _Up:
             time.sleep(LOOK_S)
         wanted.stop()
         raise _Asked
+
+    def _crew(self) -> Crew:
+        return Crew(self._supervisor, self._engine, self._settings.devices, self._environment())
 
     def _mark_epoch(self) -> None:
         """Tell the store that it was started anew: whoever wrote to it before must not be believed."""
@@ -272,7 +279,8 @@ class _Up:
         return self._store.settings.broker_url
 
     def _environment(self) -> dict[str, str]:
-        return told(self._settings, port=self._port) | {"OPENRL_BROKER_URL": self._broker_url}
+        """Return what every part gets: our own environment, and over it what they are told."""
+        return os.environ | told(self._settings, port=self._port) | {"OPENRL_BROKER_URL": self._broker_url}
 
     def _report(self) -> report.Started:
         return report.Started(

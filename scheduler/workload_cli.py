@@ -12,18 +12,20 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from openrl.scheduler import told
+from openrl.scheduler import demand, remembered
 from openrl.scheduler.cli import data_dir_option
 from openrl.scheduler.clusters.errors import ClusterUnavailable
 from openrl.scheduler.clusters.local import LocalCluster
 from openrl.scheduler.explaining import Explanation, Row, explain, rows
 from openrl.scheduler.needs import Budget, Needs
+from openrl.scheduler.priorities import Priorities
 from openrl.scheduler.resources import Cluster, Snapshot
 from openrl.scheduler.settings import SchedulerSettings
 from openrl.scheduler.simulate import figures, simulate
 from openrl.scheduler.trace import SHIPPED, read
 from openrl.tasks import datadir, tables
 from openrl.tasks.errors import OpenRLError
+from openrl.tasks.journal import Journal
 from openrl.tasks.registry import Registry
 from openrl.tasks.settings import StoreSettings
 from openrl.tasks.store import Store
@@ -61,8 +63,9 @@ def explain_command(workload: str, as_json: bool, data_dir: Path) -> None:
     openrl explain trainer-qwen-qwen3-8b
     """
     with _observed("explain", data_dir) as (snapshot, store):
-        models = Registry(store).models()
-        found = explain(workload, snapshot, models, Needs(Budget.from_env(_told(store))))
+        models, environ = Registry(store).models(), _told(store)
+        needs = Needs(Budget.from_env(environ), Priorities.from_env(environ))
+        found = explain(workload, snapshot, models, needs, demand.owners(Journal(store), models))
     if as_json:
         click.echo(json.dumps(found.as_json()))
         return
@@ -135,7 +138,7 @@ def _store(data_dir: Path) -> Store:
 
 def _told(store: Store) -> Mapping[str, str]:
     """Return what the service's scheduler was told; where none has started yet, what our own environment says."""
-    known = told.kept(store)
+    known = remembered.kept(store)
     return os.environ if known is None else known
 
 

@@ -368,16 +368,17 @@ def has_ended(pod: Obj) -> bool:
     return not any("running" in state for state in states)
 
 
-def why_ended(pod: Obj) -> str:
-    """Return how a pod came to its end, in words: whose container ended how, or what the cluster says of the pod."""
+def why_ended(pod: Obj, *, is_lost: bool = False) -> str:
+    """Return how a pod came to its end: what the cluster says of it, and of its container. `is_lost`: its node is."""
     status = pod.get("status", {})
     where = f"{pod['metadata']['name']} on {pod['spec'].get('nodeName') or 'no node'}"
+    parts = ["its node is gone"] if is_lost else []
+    parts += [status.get("reason", ""), status.get("message", "")]
     for each in status.get("containerStatuses") or ():
         if each["name"] == CONTAINER and (end := each.get("state", {}).get("terminated")):
-            parts = [f"exit code {end['exitCode']}", end.get("reason", ""), end.get("message", "").strip()]
-            return f"{where} ended: {', '.join(part for part in parts if part)}"
-    parts = [status.get("reason", ""), status.get("message", "")]
-    return f"{where} ended: {', '.join(part for part in parts if part) or 'nothing is said about why'}"
+            parts += [f"exit code {end['exitCode']}", end.get("reason", ""), end.get("message", "")]
+    said = ", ".join(part.strip() for part in parts if part.strip())
+    return f"{where} ended: {said or 'nothing is said about why'}"
 
 
 def _labels(workload: Workload) -> dict[str, str]:

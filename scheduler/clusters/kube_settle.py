@@ -87,8 +87,9 @@ class Settler:
         meta = pod["metadata"]
         is_leaving = "deletionTimestamp" in meta
         node = pod["spec"].get("nodeName", "")
-        if kube_objects.has_ended(pod) or (node and view.is_gone(node) and self._is_removed(node)):
-            return self._let_go(view, pod)
+        is_lost = bool(node) and view.is_gone(node) and self._is_removed(node)
+        if kube_objects.has_ended(pod) or is_lost:
+            return self._let_go(view, pod, is_lost=is_lost)
         if is_leaving:
             return False
         obj = view.owner(pod)
@@ -97,13 +98,16 @@ class Settler:
         self._api.delete(PODS, pod)
         return True
 
-    def _let_go(self, view: View, pod: Obj) -> bool:
-        """Write down that a pod's containers have ended, then take the finalizer, then delete it."""
+    def _let_go(self, view: View, pod: Obj, *, is_lost: bool) -> bool:
+        """Write down that a pod's containers have ended, then take the finalizer, then delete it.
+
+        `is_lost`: its node is gone.
+        """
         meta = pod["metadata"]
         if CONTAINERS_OVER in meta.get("finalizers", ()):
             self._assignments.note_pod_ended(meta["uid"])
-            if "deletionTimestamp" not in meta:
-                self._note_end(view, pod)
+            if is_lost or "deletionTimestamp" not in meta:
+                self._note_end(view, pod, is_lost=is_lost)
             rest = [each for each in meta["finalizers"] if each != CONTAINERS_OVER]
             version = {"resourceVersion": meta["resourceVersion"], "uid": meta["uid"]}
             self._api.merge(PODS, meta["name"], {"metadata": {**version, "finalizers": rest or None}})
@@ -111,12 +115,14 @@ class Settler:
             self._api.delete(PODS, pod)
         return True
 
-    def _note_end(self, view: View, pod: Obj) -> None:
+    def _note_end(self, view: View, pod: Obj, *, is_lost: bool) -> None:
         obj = view.owner(pod)
         if obj is not None:
             uid = obj["metadata"]["uid"]
-            self._ended[uid] = (self._ended.get(uid, (0, 0.0))[0] + 1, self._clock())
-            self._events.say(obj, "Failed", kube_objects.why_ended(pod), warns=True, once=pod["metadata"]["uid"])
+            if not is_lost:
+                self._ended[uid] = (self._ended.get(uid, (0, 0.0))[0] + 1, self._clock())
+            why = kube_objects.why_ended(pod, is_lost=is_lost)
+            self._events.say(obj, "Failed", why, warns=True, once=pod["metadata"]["uid"])
 
     def _is_removed(self, node: str) -> bool:
         """Tell whether a node is gone from the API, or said to be off; one that only opted out is neither."""
@@ -146,7 +152,7 @@ class Settler:
         if not self._holds(view, obj) and self._has_lost(obj):
             why = "its claim or its seat is gone"
             obj = self._move(obj, replace(view.values[name], phase="Stopping", reason=why))
-            self._events.say(obj, "Lost", why, warns=True)
+            self._events.say(obj, "Lost", why, warns=True, once=status["assignmentID"])
             return True
         return self._settle_pods(view, obj)
 
@@ -227,10 +233,10 @@ class Settler:
         if value.phase == phase and all(status.get(field) == text for field, text in told.items()):
             return False
         changed = replace(value, phase=phase, reason=reason or value.reason)
-        if reason and reason != value.reason:
-            self._events.say(obj, "Unschedulable", reason, warns=True)
+        if reason:
+            self._events.say(obj, "Unschedulable", reason, warns=True, once=told["podUID"])
         elif phase == "Running" and value.phase != "Running":
-            self._events.say(obj, "Running", f"{told['podName']} runs on {told['nodeName']}")
+            self._events.say(obj, "Running", f"{told['podName']} runs on {told['nodeName']}", once=told["podUID"])
         self._api.replace(WORKLOADS, kube_objects.with_status(obj, changed, at=self._clock(), **told), status=True)
         return True
 

@@ -183,6 +183,7 @@ class SimulatedCluster:
         if name in self.claims:
             there = self.claims[name]
             there.claim = replace(there.claim, deleting=True)
+            self._forget_if_unused(there)
 
     def is_running(self, workload: str) -> bool:
         """Tell whether its pod runs."""
@@ -239,6 +240,9 @@ class SimulatedCluster:
         del there.seats[name]
         there.revision += 1
         there.claim = replace(there.claim, since=self.now)
+        self._forget_if_unused(there)
+
+    def _forget_if_unused(self, there: _Claim) -> None:
         if there.claim.deleting and not there.seats:
             self._free(there)
             del self.claims[there.claim.name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,7 +61,9 @@ def test_a_worker_that_fails_is_told_with_its_exit_code_and_its_conditions_turn(
     [pod] = world.all("pods")
     world.machines.exit(pod["metadata"]["name"], 3)
     world.until(lambda: any(reason == "Failed" for _, reason, _ in said(world)))
-    world.until(lambda: world.serves(TRAINER) and conditions(world)["Ready"][0] == "True" != ready)
+    world.until(lambda: world.serves(TRAINER) and len([1 for _, reason, _ in said(world) if reason == "Running"]) == 2)
+    assert conditions(world)["Ready"] == ("True", "Running")
+    assert turned(world, "Ready") > ready, "it turned and turned back, seconds later"
     [(kind, _, message)] = [each for each in said(world) if each[1] == "Failed"]
     assert kind == "Warning" and f"{pod['metadata']['name']} on n1 ended: exit code 3" in message
     assert turned(world, "Placed") == placed, "its seat was its own all the time"
@@ -75,6 +78,58 @@ def test_what_has_no_room_says_so_once_and_why(machines, store):
     told = [(kind, reason) for kind, reason, _ in said(world)]
     assert told == [("Normal", "Placed"), ("Normal", "Waiting"), ("Warning", "Unschedulable")]
     assert "cannot allocate all claims" in said(world)[2][2]
+    world.close()
+
+
+def test_the_next_pod_that_has_no_room_is_told_in_the_same_words(machines, store):
+    machines.add_node("n1", gpus=1, gpu="24Gi")
+    world = World(machines, store)
+    world.ask(TRAINER)
+    world.tick(times=4)
+    [pod] = world.all("pods")
+    machines.evict(pod["metadata"]["name"])
+    world.tick(times=4)
+    assert [reason for _, reason, _ in said(world)].count("Unschedulable") == 2
+    world.close()
+
+
+def test_each_loss_of_a_place_is_told(world):
+    world.ask(TRAINER)
+    for times in (1, 2):
+        world.until(lambda: world.serves(TRAINER))
+        [claim] = world.all("resourceclaims")
+        kind = world.machines.objects.kinds["resource.k8s.io", "resourceclaims"]
+        world.machines.objects.delete(kind, "openrl", claim["metadata"]["name"], {})
+        world.scheduler.observe()
+        world.scheduler.apply(())
+        assert [reason for _, reason, _ in said(world)].count("Lost") == times
+        world.tick(times=2)
+
+
+@pytest.mark.parametrize("notices", [True, False])
+def test_a_worker_that_went_with_its_node_is_told_so(world, notices):
+    world.ask(TRAINER)
+    world.until(lambda: world.serves(TRAINER))
+    [pod] = world.all("pods")
+    if notices:
+        world.machines.lose_node("n1")
+        world.tick(times=3)
+    world.machines.remove_node("n1")
+    world.tick(times=3)
+    [message] = [text for _, reason, text in said(world) if reason == "Failed"]
+    assert message.startswith(f"{pod['metadata']['name']} on n1 ended: its node is gone")
+
+
+def test_a_worker_that_needs_no_claim_is_told_to_be_started(machines, store):
+    machines.add_node("n1", gpus=0)
+    world = World(machines, store)
+    world.settings = replace(world.settings, device_class="")
+    world.scheduler = world.new_scheduler()
+    world.ask(TRAINER)
+    for _ in range(4):
+        assert world.reconcile()
+        machines.step()
+    assert [(kind, reason) for kind, reason, _ in said(world)] == [("Normal", "Started"), ("Normal", "Running")]
     world.close()
 
 

@@ -185,3 +185,23 @@ def test_only_whole_pools_of_the_newest_slices_count():
 )
 def test_a_pod_has_ended_when_all_its_containers_have_and_its_phase_says_so(status, has_ended):
     assert objects.has_ended({"metadata": {}, "spec": {"nodeName": "n"}, "status": status}) is has_ended
+
+
+@pytest.mark.parametrize(
+    ("status", "is_lost", "said"),
+    [
+        (
+            {"reason": "Evicted", "message": "low on memory. ", "containerStatuses": [137]},
+            False,
+            "Evicted, low on memory., exit code 137, Error",
+        ),
+        ({"containerStatuses": [137]}, False, "exit code 137, Error"),
+        ({"reason": "NodeLost"}, True, "its node is gone, NodeLost"),
+        ({}, False, "nothing is said about why"),
+    ],
+)
+def test_the_end_of_a_pod_is_told_by_what_the_cluster_says_and_by_its_containers_end(status, is_lost, said):
+    ends = [{"exitCode": code, "reason": "Error"} for code in status.get("containerStatuses", ())]
+    containers = [{"name": "worker", "state": {"terminated": end}} for end in ends]
+    pod = {"metadata": {"name": "p"}, "spec": {"nodeName": "n"}, "status": {**status, "containerStatuses": containers}}
+    assert objects.why_ended(pod, is_lost=is_lost) == f"p on n ended: {said}"

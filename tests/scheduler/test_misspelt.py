@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from openrl.scheduler import cli, preflight
-from openrl.scheduler.misspelt import unread
+from openrl.scheduler.clusters.kube_objects import DOWNWARD
+from openrl.scheduler.clusters.kube_settings import KubeSettings
+from openrl.scheduler.misspelt import OF_PODS, unread
+from openrl.scheduler.noted import Noted
 from openrl.scheduler.settings import UpSettings
+from openrl.tasks import assignment
 
 
 def asked(tmp_path: Path) -> set[str]:
@@ -26,3 +32,19 @@ def test_every_option_and_every_parts_settings_are_known(tmp_path: Path):
     options = [parameter.envvar for parameter in cli.up.params if parameter.envvar]
     of_parts = ["OPENRL_TRAINER_TOKEN_BUDGET", "OPENRL_SAMPLER_KV_TOKENS", "OPENRL_LEASE_S", "OPENRL_METRICS_PORT"]
     assert len(options) > 10 and unread([*options, *of_parts, "OPENRL_MODELS"], asked(tmp_path)) == []
+
+
+@pytest.mark.parametrize("name", ["OPENRL_NAMESPACE", "OPENRL_POD_NAME", "OPENRL_ALIVE_FILE", "OPENRL_DEVICE_CLASS"])
+def test_what_only_kubernetes_is_told_is_said_to_have_no_effect_here(tmp_path: Path, name: str):
+    [said] = unread([name], asked(tmp_path))
+    assert said == f"{name} is set, and has no effect on one machine: it is for Kubernetes"
+
+
+def test_all_that_kubernetes_is_told_is_known(tmp_path: Path):
+    template = tmp_path / "pod.yaml"
+    template.write_text("spec: {containers: [{name: worker}]}")
+    images = {"OPENRL_TRAINER_IMAGE": "t", "OPENRL_SAMPLER_IMAGE": "s"}
+    environ = Noted({**images, "OPENRL_WORKER_TEMPLATE": str(template)})
+    KubeSettings.from_env(environ)
+    told = {*environ.asked, *DOWNWARD, assignment.VARIABLE, assignment.ALIVE}
+    assert told - asked(tmp_path) <= {*OF_PODS}

@@ -169,6 +169,34 @@ def test_a_full_run_is_placed_together_with_its_sampler_or_not_at_all():
     assert {a.name: a.after.claim for a in room.actions} == {trainer.workload_name: "c", sampler.workload_name: "c"}
 
 
+def waits(of: Pool, **fields) -> Workload:
+    return replace(seated(of, "", **fields), claim=None, phase="Pending", placed=0)
+
+
+def test_what_is_let_go_is_given_no_place_in_the_same_decision_nor_is_its_partner():
+    trainer, sampler = full("ann")
+    devices = [Device(name="d", node="n0", device_bytes=LARGE)]
+    there = snapshot({}, workloads=[waits(trainer)], devices=devices, idle_pools=[trainer, sampler])
+    assert said(there) == [("stop", trainer.workload_name, None)]
+
+
+def test_two_of_a_run_that_only_wait_do_not_keep_each_other():
+    both = full("ann")
+    there = snapshot({}, workloads=[waits(each) for each in both], idle_pools=both,
+                     policy=replace(POLICY, limits={"ann": Limit(seats=0)}))  # fmt: skip
+    assert sorted(said(there)) == sorted(("stop", each.workload_name, None) for each in both)
+
+
+def test_who_waits_for_its_partner_is_placed_with_it_once_that_is_asked_for():
+    trainer, sampler = full("ann")
+    devices = [Device(name="d", node="n0", device_bytes=LARGE)]
+    there = snapshot({sampler: need()}, workloads=[waits(trainer)], devices=devices, idle_pools=[trainer])
+    assert {(verb, name) for verb, name, at in said(there) if at} == {
+        ("place", trainer.workload_name), ("start", sampler.workload_name)
+    }  # fmt: skip
+    assert "stop" not in {verb for verb, _, _ in said(there)}
+
+
 def test_the_place_of_a_full_runs_sampler_is_kept_and_it_wakes_with_its_first_sample():
     trainer, sampler = full("ann")
     asked = {trainer: need(20, 40), sampler: need(20, 20)}

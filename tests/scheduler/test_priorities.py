@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 
 import pytest
@@ -58,3 +59,14 @@ def test_an_operator_sees_the_priority_where_device_sizes_are_not_known_too(stor
     monkeypatch.setenv("OPENRL_DATA_DIR", str(store.settings.data_dir))
     [row] = json.loads(CliRunner().invoke(workloads, ["--json"], catch_exceptions=False).stdout)
     assert row["priority"] == 7
+
+
+def test_a_number_of_a_model_that_is_not_served_is_told_once(store, caplog):
+    Registry(store).add_model(TINY)
+    settings = SchedulerSettings.from_env({"OPENRL_MODEL_PRIORITY": f"{TINY.name}=7,org/tiney=3"})
+    reconciler = Reconciler(store, settings)
+    with caplog.at_level(logging.WARNING):
+        reconciler.reconcile()
+        reconciler.reconcile()
+    [said] = [text for text in caplog.messages if "OPENRL_MODEL_PRIORITY" in text]
+    assert "'org/tiney'" in said and TINY.name not in said

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -335,6 +336,15 @@ def test_env_prints_what_another_shell_needs(tmp_path):
         "export OPENRL_REDIS_URL='unix:///a b'",
         "export OPENRL_BROKER_URL='redis+socket:///a b'",
     ]
+
+
+def test_a_priority_of_a_model_that_is_not_served_is_named(tmp_path, model, monkeypatch, capfd):
+    monkeypatch.setenv("OPENRL_MODEL_PRIORITY", "m=3,n=4")
+    settings = UpSettings(host="127.0.0.1", port=0, data_dir=tmp_path / "data", models=(f"m={model}",))
+    with ExitStack() as held:
+        up._prepare(settings, held)
+    [said] = [line for line in capfd.readouterr().err.splitlines() if "OPENRL_MODEL_PRIORITY" in line]
+    assert "'n'" in said and "'m'" not in said
 
 
 def test_the_report_holds_the_lines_to_copy():

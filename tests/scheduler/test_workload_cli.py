@@ -7,9 +7,10 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from openrl.scheduler import told, trace
+from openrl.scheduler import remembered, trace
 from openrl.scheduler.clusters.local import LocalCluster
 from openrl.scheduler.needs import Budget
+from openrl.scheduler.noted import Noted
 from openrl.scheduler.reconcile import Reconciler
 from openrl.scheduler.settings import SchedulerSettings
 from openrl.scheduler.workload_cli import explain_command, simulate_command, workloads
@@ -55,19 +56,30 @@ def test_explain_says_where_a_worker_is_why_and_what_it_takes(service):
 
 
 def test_explain_goes_by_what_the_running_scheduler_was_told_and_not_by_the_shell(service, monkeypatch):
-    environ = told.Noted({"OPENRL_SAMPLER_KV_TOKENS": "4096", "OPENRL_TOKEN": "secret"})
+    environ = Noted({"OPENRL_SAMPLER_KV_TOKENS": "4096", "OPENRL_TOKEN": "secret"})
     Budget.from_env(environ), SchedulerSettings.from_env(environ)
-    told.keep(service, environ.told)
+    remembered.keep(service, environ.answered)
     monkeypatch.setenv("OPENRL_SAMPLER_KV_TOKENS", "8192")
     found = json.loads(run(explain_command, "sampler-org-tiny", "--json").stdout)
     assert "cache of 4096 positions" in found["size"]
-    assert told.kept(service) == {"OPENRL_SAMPLER_KV_TOKENS": "4096"}, "what no setting reads is not kept"
+    assert remembered.kept(service) == {"OPENRL_SAMPLER_KV_TOKENS": "4096"}, "what no setting reads is not kept"
 
 
 def test_explain_says_of_one_that_is_not_there_what_it_would_take(service):
     found = json.loads(run(explain_command, "sampler-org-tiny", "--json").stdout)
     assert found["reason"] == "nothing waits for it; it starts with the first operation"
     assert "cache of 65536 positions" in found["size"]
+
+
+@pytest.mark.parametrize("accelerators", [0, 2])
+def test_explain_says_of_one_that_is_not_there_whose_it_would_be_and_its_priority(service, accelerators):
+    Reconciler(service, SchedulerSettings(accelerators=accelerators)).reconcile()
+    remembered.keep(service, {"OPENRL_TENANT_PRIORITY": "ann=10", "OPENRL_ACCELERATORS": str(accelerators)})
+    for tenant, priority in (("ann", 10), ("bob", 0)):
+        slug = keys.pool_slug(TINY.slug, tenant, "run")
+        service.redis.hset(keys.pools(TINY.slug), slug, f"{tenant} run")
+        found = json.loads(run(explain_command, f"sampler-{slug}", "--json").stdout)
+        assert (found["owner"], found["priority"]) == (tenant, priority)
 
 
 def test_explaining_changes_nothing(service):

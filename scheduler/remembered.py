@@ -6,36 +6,13 @@ Only the variables that its settings and its sizes read, by name; no addresses a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from openrl.tasks.schema import SCHEDULER
 from openrl.tasks.store import Store, translated
 
 TOLD = "openrl:scheduler:told"
 """string: JSON of the variables that the scheduler which started last was told"""
-
-
-class Noted(Mapping[str, str]):
-    """An environment that notes what is read of it."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-        self.read: set[str] = set()
-
-    def __getitem__(self, name: str) -> str:
-        self.read.add(name)
-        return self._environ[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._environ)
-
-    def __len__(self) -> int:
-        return len(self._environ)
-
-    @property
-    def told(self) -> dict[str, str]:
-        """Return what was read and is set."""
-        return {name: self._environ[name] for name in sorted(self.read) if name in self._environ}
 
 
 def keep(store: Store, told: Mapping[str, str]) -> None:
