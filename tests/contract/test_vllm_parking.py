@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import time
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from openrl.tasks.errors import InvalidRequest, OperationFailed
 from openrl.tasks.journal import SampleJob
 from openrl.tasks.messages import Sample
 from openrl.workers.sampler.requests import read
@@ -68,8 +70,8 @@ def sharing(tmp_path_factory, residue: Path):
     client.close()
 
 
-def asked(limits, number: int, adapter_dir: str):
-    fields_given = {"prompt": tuple(b"the quick brown"), "num_samples": 2, "max_tokens": 200, "seed": number}
+def asked(limits, number: int, adapter_dir: str, *, max_tokens: int = 200):
+    fields_given = {"prompt": tuple(b"the quick brown"), "num_samples": 2, "max_tokens": max_tokens, "seed": number}
     message = Sample(adapter_dir=adapter_dir, stop_at_eos=False, prompt_logprobs=True, **fields_given)
     return read(SampleJob(tenant="local", request_id=f"r{number}", message=message, submitted=0.0), limits)
 
@@ -149,6 +151,48 @@ def test_what_sleeps_at_every_few_steps_draws_what_it_draws_undisturbed(sharing,
     assert len(slept) == 6 and max(slept) >= 2, "something ran when it was sent to sleep"
 
 
+def test_what_was_delivered_before_a_sleep_is_kept_and_sequences_keep_their_order(sharing, residue: Path):
+    from openrl.workers.sampler.vllm_engine import BUNDLE
+
+    engine, limits, _, accelerator = sharing
+    residue.write_text("0")
+    [parkable] = accelerator.parts
+    request = asked(limits, 4, "", max_tokens=900)
+    engine.add(request)
+    [group] = engine._groups
+    while group.num_drawn < 2:
+        engine.step()
+    deadline, had = time.monotonic() + 30, [len(one.tokens) for one in group._all]
+    while engine._heard.qsize() < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    parkable.park()
+    parkable.restore()
+    engine.wake()
+    engine.step()
+    more = [len(one.tokens) - before for one, before in zip(group._all, had, strict=True)]
+    assert min(more) >= BUNDLE, "both had delivered bundles"
+    assert [one.index for one in group.running] == [0, 1]
+    engine.drop([request])
+
+
+def test_turns_that_are_too_short_to_draw_a_token_still_bring_every_sequence_to_its_end(sharing, residue: Path):
+    engine, limits, base, accelerator = sharing
+    residue.write_text("0")
+    [parkable] = accelerator.parts
+    adapter = base.save("a2", seed=4)
+    requests = [("", 5), (adapter, 6)]
+    alone = drawn(engine, [asked(limits, number, name, max_tokens=6) for name, number in requests])
+
+    def sleep(step: int) -> None:
+        assert step < 200, "a sequence stands still"
+        parkable.park()
+        parkable.restore()
+        engine.wake()
+
+    asked_again = [asked(limits, number, name, max_tokens=6) for name, number in requests]
+    assert drawn(engine, asked_again, between=sleep) == alone
+
+
 def test_more_than_a_residue_beside_its_own_memory_is_a_park_that_failed(sharing, residue: Path):
     from openrl.workers.sampler.vllm_parking import RESIDUE_BYTES, ParkingError
 
@@ -165,9 +209,15 @@ class Failing:
     def __init__(self, **answers) -> None:
         self.answers = {"collective_rpc": [(8, 0)], "sleep": None, "wake_up": True} | answers
         self.vllm = SimpleNamespace(**{name: self._call(name) for name in self.answers})
+        self.pids, self.levels = (7,), []
 
     def _call(self, name: str):
-        return lambda *args, **options: name
+        def call(*args, **options) -> str:
+            if name == "sleep":
+                self.levels.append(options["level"])
+            return name
+
+        return call
 
     def do(self, name: str) -> Future:
         answer = self.answers[name]
@@ -215,3 +265,26 @@ def test_what_can_put_nothing_aside_is_refused_at_the_start():
 
     with pytest.raises(ParkingError, match="needs a GPU"):
         VllmParking(Failing(collective_rpc=[(0, 0)]), stopped=lambda: None)
+
+
+def test_who_leaves_keeps_no_copy_of_the_weights():
+    from openrl.workers.sampler.vllm_parking import VllmParking
+
+    client = Failing()
+    parkable = VllmParking(client, stopped=lambda: None)
+    client.answers["collective_rpc"] = [(0, 0)]
+    parkable.discard()
+    parkable.discard()
+    assert parkable.resident_bytes == 0 and client.levels == [2]
+
+
+def test_what_only_took_too_long_at_the_start_is_tried_again_and_what_can_not_sleep_is_not():
+    from openrl.workers.sampler import vllm_runner
+
+    def share(answer) -> None:
+        vllm_runner.share(Shared(), Failing(collective_rpc=answer), SimpleNamespace(stopped=lambda: None))
+
+    with pytest.raises(OperationFailed, match="did not count its memory within"):
+        share(TimeoutError())
+    with pytest.raises(InvalidRequest, match="take stays"):
+        share([(0, 0)])

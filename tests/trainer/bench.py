@@ -84,7 +84,7 @@ class Bench:
         return self.device.execute([self.work(run, message) for run, message in pairs])
 
 
-COSTS = ("seconds:sum", "pass_tokens:max", "pass_waste:max")
+COSTS = ("seconds:sum", "pass_tokens:max")
 """Metrics of what an operation cost, which depends on its pass and on the machine."""
 
 

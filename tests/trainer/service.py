@@ -18,8 +18,10 @@ from openrl.workers.model import loading
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.trainer.checkpoints import Checkpoints
 from openrl.workers.trainer.device import Device
+from openrl.workers.trainer.doubts import Doubts
 from openrl.workers.trainer.engine import TrainerEngine
 from openrl.workers.trainer.full import FullTuning
+from openrl.workers.trainer.reading import Reading
 from openrl.workers.trainer.recovery import Recovery
 from openrl.workers.trainer.residency import Residency
 from openrl.workers.trainer.runs import Run
@@ -46,12 +48,14 @@ class Service:
         for lease in self.leases:
             lease.close()
 
-    def trainer(self, *, pool: str = BASE, **settings: float) -> Trainer:
+    def trainer(
+        self, *, pool: str = BASE, doubts: Doubts | None = None, reading: Reading | None = None, **settings: float
+    ) -> Trainer:
         """Start a trainer process, so to say; it works when the test says so. A full run's has its own model."""
         name = f"trainer-{next(self._names)}"
         loaded = loading.load(self.loaded.tokenizer_path) if keys.is_full(pool) else self.loaded
         settings = {"token_budget": 96, "snapshot_share": 1e6, **settings}
-        return Trainer(self, name, TrainerSettings(**settings), loaded, pool)
+        return Trainer(self, name, TrainerSettings(**settings), loaded, pool, doubts, reading)
 
     def client(self, tenant: str = "t", **options: object) -> Client:
         """Open a session with one run in it, not created yet."""
@@ -114,15 +118,15 @@ class Trainer:
     settings: TrainerSettings
     loaded: LoadedModel
     pool: str = BASE
+    doubts: Doubts | None = None
+    reading: Reading | None = None
 
     def __post_init__(self) -> None:
         service, data_dir, loaded = self.service, self.service.store.settings.data_dir, self.loaded
         where = {"base_model": BASE, "data_dir": data_dir}
         full = FullTuning() if keys.is_full(self.pool) else None
         residency = Residency(loaded.device, most_runs=self.settings.device_runs, most_bytes=self.settings.device_bytes)
-        checkpoints = Checkpoints(
-            loaded, slug=self.pool, registry=service.registry, full=full, room=residency.room, **where
-        )
+        checkpoints = Checkpoints(loaded, slug=self.pool, registry=service.registry, full=full, **where)
         self.device = Device(loaded, checkpoints, token_budget=self.settings.token_budget, residency=residency)
         self.recovery = Recovery(loaded, self.device, service.journal, full=full, **where)
         at_once = self.settings.snapshots_at_once
@@ -137,6 +141,8 @@ class Trainer:
             snapshots=self.snapshots,
             waiter=Waiter(service.store, worker_id=lambda: self.name),
             settings=self.settings,
+            doubts=self.doubts,
+            reading=self.reading,
         )
 
     def new_lease(self) -> Lease:

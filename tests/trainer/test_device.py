@@ -282,3 +282,10 @@ def test_a_new_run_computes_what_the_base_computes_and_the_same_seed_gives_the_s
     assert bits(first) == bits(second) != bits(third)
     one, two = result(bench.one(first, forward_backward(seed=1))), result(bench.one(third, forward_backward(seed=1)))
     np.testing.assert_array_equal(one[0][0], two[0][0])
+
+
+def test_what_was_refused_before_a_pass_has_no_part_in_what_the_pass_cost(bench):
+    served, refused = bench.run(0), bench.run(1)
+    refused.trained, refused.failure = None, "rank 0 trains nothing"
+    no, yes = bench.all((refused, forward_backward(lengths=[60])), (served, forward_backward(lengths=[40])))
+    assert no.error and output_to_json(yes.result)["metrics"]["pass_tokens:max"] == 40

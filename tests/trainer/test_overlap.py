@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -11,7 +12,7 @@ from openrl.tasks import keys
 from openrl.tasks.cancelling import Cancelling
 from openrl.tasks.journal import Journal, Operation
 from openrl.tasks.messages import OptimStep
-from openrl.workers.trainer import reading
+from openrl.workers.trainer.reading import Reading
 from tests.trainer.bench import forward_backward
 from tests.trainer.service import Client, Service, Trainer
 
@@ -46,10 +47,9 @@ class Watched:
 
 
 @pytest.fixture
-def trainer(service: Service, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+def trainer(service: Service) -> Trainer:
     """A trainer that reads ahead whatever there is, one forward of `LARGE` a pass."""
-    monkeypatch.setattr(reading, "LEAST_AHEAD_BYTES", 1)
-    return service.trainer(token_budget=96)
+    return service.trainer(token_budget=96, reading=Reading(service.journal, least_bytes=1))
 
 
 def during(trainer: Trainer, then: Callable[[int, list[str]], None]) -> None:
@@ -90,11 +90,10 @@ def test_the_next_pass_is_read_during_this_one_and_a_result_is_readable_before_t
     assert len([name for _, name in watched.read if name == f"{b.run_id}:1"]) == 1, "it was read a second time"
 
 
-def test_what_was_read_ahead_trains_the_bits_that_it_trains_otherwise(service, trainer, monkeypatch):
+def test_what_was_read_ahead_trains_the_bits_that_it_trains_otherwise(service, trainer):
     clients = backlog(service, trainer, "a", "b")
     trainer.spin()
-    monkeypatch.setattr(reading, "LEAST_AHEAD_BYTES", 1 << 40)
-    plain = service.trainer(token_budget=96)
+    plain = service.trainer(token_budget=96, reading=Reading(service.journal, least_bytes=1 << 40))
     trainer.die()
     others = backlog(service, plain, "a", "b")
     plain.spin()
@@ -149,17 +148,16 @@ def test_a_prepared_body_that_is_broken_fails_its_operation_alone_and_only_when_
     assert "error id" in b.future(1).error
 
 
-def test_what_is_read_ahead_is_bounded_in_bytes_and_little_is_not_worth_it(service, monkeypatch):
+def test_what_is_read_ahead_is_bounded_in_bytes_and_little_is_not_worth_it(service):
     trainer = service.trainer(token_budget=96)
     clients = backlog(service, trainer, *"abc")
     [slices] = [service.journal.take("tiny", trainer.lease)]
     operations = [each.operations[0] for each in slices]
     assert len(operations) == len(clients)
-    ahead = trainer.engine._reading
+    ahead = Reading(service.journal)
     ahead.begin(operations)
     assert ahead._ahead is None
-    monkeypatch.setattr(reading, "LEAST_AHEAD_BYTES", 1)
-    monkeypatch.setattr(reading, "MOST_AHEAD_BYTES", sum(one.size for one in operations[:2]))
+    ahead = Reading(service.journal, least_bytes=1, most_bytes=sum(one.size for one in operations[:2]))
     ahead.begin(operations)
     assert len(ahead._ahead.result().messages) == 2
     assert len(ahead.read(operations).messages) == 3 and ahead._ahead is None
@@ -180,3 +178,57 @@ def test_a_store_that_was_away_while_something_was_read_ahead_is_asked_again(ser
     during(trainer, lambda number, names: number == 1 and watched.await_beside(f"{b.run_id}:1"))
     trainer.spin()
     assert (a.states(), b.states()) == ("ddd", "ddd")
+
+
+class Hanging(Watched):
+    """A journal on a disk that hangs, from the read of one operation on, until it is let go."""
+
+    def __init__(self, journal: Journal, request_id: str) -> None:
+        super().__init__(journal)
+        self.request_id = request_id
+        self.reader: threading.Thread | None = None
+        self.hangs, self.let_go = threading.Event(), threading.Event()
+
+    def bodies(self, operations: Sequence[Operation]) -> list[bytes | OSError]:
+        if any(operation.request_id == self.request_id for operation in operations):
+            self.reader = threading.current_thread()
+            self.hangs.set()
+            assert self.let_go.wait(DEADLINE_S)
+        return super().bodies(operations)
+
+
+@pytest.mark.parametrize("whose", ["read ahead", "read by the engine"])
+def test_a_read_that_hangs_keeps_neither_stop_nor_the_process_and_nothing_is_begun_behind_it(service, whose, caplog):
+    trainer = service.trainer(token_budget=96, stop_s=0.2, reading=Reading(service.journal, least_bytes=1))
+    a, b = backlog(service, trainer, "a", "b")
+    hanging = trainer.engine._reading._journal = Hanging(
+        service.journal, f"{(b if whose == 'read ahead' else a).run_id}:1"
+    )
+    trainer.engine.start()
+    try:
+        assert hanging.hangs.wait(DEADLINE_S)
+        began = time.monotonic()
+        trainer.engine.stop()
+        assert time.monotonic() - began < DEADLINE_S / 2
+        assert hanging.reader.daemon, "the process would wait for it when it leaves"
+    finally:
+        hanging.let_go.set()
+        trainer.engine._thread.join(DEADLINE_S)
+    assert not trainer.engine._thread.is_alive() and trainer.engine._reading._ahead is None
+    assert "going on" not in caplog.text, "the engine's step broke"
+
+
+def test_nothing_is_read_ahead_behind_a_read_that_hangs(service, trainer):
+    backlog(service, trainer, "a", "b")
+    operations = [each.operations[0] for each in service.journal.take("tiny", trainer.lease)]
+    hanging = Hanging(service.journal, operations[0].request_id)
+    ahead = Reading(hanging, least_bytes=1)
+    ahead.begin(operations[:1])
+    assert hanging.hangs.wait(DEADLINE_S)
+    ahead.begin(operations[1:])
+    assert ahead._ahead is None
+    assert len(ahead.read(operations[1:]).messages) == 1
+    hanging.let_go.set()
+    hanging.reader.join(DEADLINE_S)
+    ahead.begin(operations[1:])
+    assert len(ahead._ahead.result().messages) == 1

@@ -7,6 +7,8 @@ import pytest
 from openrl.tasks import keys
 from openrl.tasks.errors import StaleOwner, StoreUnavailable
 from openrl.tasks.messages import LoadWeights, OptimStep, SaveWeights
+from openrl.workers.trainer.doubts import Doubts
+from openrl.workers.trainer.residency import state_bytes
 from openrl.workers.trainer.work import Work
 from tests.trainer.bench import forward_backward
 from tests.trainer.heirs import assert_an_heir_has_the_same_bits
@@ -170,7 +172,9 @@ def test_a_run_that_only_was_created_leaves_no_files_when_handed_back(service):
 
 
 def test_a_run_that_can_not_be_rebuilt_waits_and_leaves_the_others_alone(service, caplog):
-    broken, other, trainer = service.client("a"), service.client("b"), service.trainer()
+    now = [0.0]
+    trainer = service.trainer(doubts=Doubts(1, clock=lambda: now[0]))
+    broken, other = service.client("a"), service.client("b")
     for client in (broken, other):
         client.submit(forward_backward(seed=1))
     trainer.spin()
@@ -185,7 +189,7 @@ def test_a_run_that_can_not_be_rebuilt_waits_and_leaves_the_others_alone(service
     assert (broken.states(), other.states()) == ("ddp", "ddd")
     assert "adapter_model.safetensors" in caplog.text
     file.write_bytes(good)
-    trainer.engine._doubts.clear()
+    now[0] += 1
     trainer.spin()
     assert broken.states() == "ddd"
 
@@ -257,7 +261,7 @@ def test_a_run_of_nothing_but_forwards_is_trimmed_without_writing_it_again(servi
     client, trainer = service.client(), service.trainer(snapshot_operations=4)
     for number in range(11):
         client.submit(forward_backward(seed=number, forward=True))
-    trainer.spin()
+        trainer.spin()  # the next snapshot is begun once the one before it is written
     directory, applied = service.journal.snapshot("t", client.run_id)
     assert applied >= 8
     assert service.store.redis.hlen(keys.bodies("t", client.run_id)) == 11 - applied
@@ -300,6 +304,29 @@ def test_whatever_keeps_a_run_from_being_rebuilt_others_go_on_and_its_client_get
     assert service.registry.run("a", broken.run_id).applied == 2
 
 
+@pytest.mark.parametrize("how", ["created", "created from a checkpoint", "loaded"])
+def test_a_run_lives_on_where_the_next_trainer_has_no_room_for_one_like_it(service, how):
+    trainer, origin = service.trainer(), service.client()
+    origin.submit(SaveWeights(name="base"))
+    trainer.spin()
+    saved = service.registry.checkpoint("t", origin.run_id, "weights/base")
+    source = {"checkpoint_dir": saved.directory, "checkpoint_path": saved.uri, "with_optimizer": False}
+    trainer.snapshots.begin = trainer.snapshots.write = lambda *_: False  # it dies before its first one
+    client = service.client(**(source if how == "created from a checkpoint" else {}))
+    if how == "loaded":
+        client.submit(LoadWeights(**source))
+    client.submit(forward_backward(seed=1))
+    trainer.spin()
+    assert service.journal.snapshot("t", client.run_id) is None
+    before, room = bits(trainer.resident(client)), state_bytes(trainer.resident(client).trained) - 1
+    trainer.die()
+    second, late = service.trainer(device_bytes=room), service.client()
+    client.submit(forward_backward(seed=2, forward=True))
+    second.spin()
+    assert client.states() == "d" * (client.seq + 1) and bits(second.resident(client)) == before
+    assert late.states() == "f", "what was not accepted yet is refused"
+
+
 def test_a_body_that_is_lost_is_never_skipped_in_silence(service):
     client, trainer = service.client(), service.trainer()
     client.submit(forward_backward(lengths=[90], seed=1))
@@ -308,10 +335,11 @@ def test_a_body_that_is_lost_is_never_skipped_in_silence(service):
     spool = service.store.settings.data_dir / "spool"
     spool.rename(spool.with_name("away"))
     client.submit(OptimStep())
-    second = service.trainer()
+    now = [0.0]
+    second = service.trainer(doubts=Doubts(1, clock=lambda: now[0]))
     second.spin()
     assert service.futures.get("t", f"{client.run_id}:2").state == "pending"
     spool.with_name("away").rename(spool)
-    second.engine._doubts.clear()
+    now[0] += 1
     second.spin()
     assert client.states() == "ddd"

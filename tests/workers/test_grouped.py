@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from openrl.workers.model import grouped
+from openrl.workers.model import grouped, loading
 from openrl.workers.model.lora import Segment, adapted
+from openrl.workers.model.recomputing import Recomputing
 from openrl.workers.weights.adapter import Adapter
+from tests.tiny import make_tiny_model
+from tests.workers.test_recomputing import trained
 
 TOKENS, INPUTS, OUTPUTS = 48, 24, 40
 RANKS = (1, 4, 9, 64)
@@ -53,12 +58,17 @@ def computed(way: str, dtype: torch.dtype, *, poison: bool = False) -> tuple[Ten
     segments = [Segment(start, stop, owners[owner]) for start, stop, owner in CUTS]
     grouped.choose(way)
     y_TO = adapted("m", x_TI, weight_OI, bias_O, segments)
+    assert not alive(), "padded factors lie in memory between forward and backward"
     y_TO.backward(upstream_TO)
     assert x_TI.grad is not None
     with torch.no_grad():
         again_TO = adapted("m", x_TI, weight_OI, bias_O, segments)
     assert torch.equal(again_TO.nan_to_num(7), y_TO.detach().nan_to_num(7))
     return y_TO.detach(), x_TI.grad, [tensor.grad for owner in owners for tensor in owner.parameters()]
+
+
+def alive() -> list[grouped.Groups]:
+    return [one for one in gc.get_objects() if type(one) is grouped.Groups]
 
 
 def apart(one: Tensor, other: Tensor) -> float:
@@ -91,3 +101,27 @@ def test_products_are_grouped_by_themselves_on_an_accelerator_only():
     assert grouped.serves(x_TI, OUTPUTS, 8) and not grouped.serves(x_TI, OUTPUTS, 1)
     grouped.choose("off")
     assert not grouped.serves(x_TI, OUTPUTS, 8)
+
+
+def test_what_an_accelerator_can_not_group_is_not_grouped_by_a_setting_either():
+    grouped.choose("on")
+    x_TI = torch.zeros(4, INPUTS, dtype=torch.bfloat16)
+    on_gpu = SimpleNamespace(is_cuda=True, dtype=torch.float32, shape=x_TI.shape)
+    assert not grouped.serves(on_gpu, OUTPUTS, 8)
+    assert not grouped.serves(x_TI, OUTPUTS + 1, 8) and not grouped.serves(x_TI[:, 1:], OUTPUTS, 8)
+
+
+def test_ranks_that_are_too_far_apart_are_not_padded_to_the_largest():
+    grouped.choose("on")
+    x_TI = torch.zeros(4, INPUTS, dtype=torch.bfloat16)
+    assert not grouped.serves(x_TI, OUTPUTS, 8, [256] + 7 * [4])
+    for ranks in ([1] * 8, [1, 2, 4, 8, 8, 16, 32, 64], [256] * 8, [256, 4]):
+        assert grouped.serves(x_TI, OUTPUTS, len(ranks), ranks), ranks
+
+
+def test_layers_that_are_computed_again_group_to_the_same_bits(tmp_path):
+    torch.set_num_threads(1)
+    loaded = loading.load(make_tiny_model(tmp_path / "model"), device="cpu", dtype=torch.bfloat16)
+    grouped.choose("on")
+    again, kept = (trained(loaded, tmp_path, Recomputing(loaded, way)) for way in ("on", "off"))
+    assert again == kept

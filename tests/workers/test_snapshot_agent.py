@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import pytest
 
 from openrl.tasks.store import Store
-from openrl.workers.model import cuda_checkpoint
 from openrl.workers.model import snapshot_agent_pb2 as wire
 from openrl.workers.model.accelerator import Accelerator, SharedAccelerator
 from openrl.workers.model.settings import AcceleratorSettings
@@ -232,6 +234,13 @@ class NoSeat:
     def name_processes(self, *pids: int) -> None: ...
 
 
+IN_A_POD = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "OPENRL_ACCELERATOR_CONTEXT": "snapshot-agent",
+    "OPENRL_SNAPSHOT_AGENT": "node:9001",
+}
+
+
 def by_agent(agent: Agent, **settings: str) -> AcceleratorSettings:
     return AcceleratorSettings(name="gpu-0", context="snapshot-agent", agent=agent.address, **settings)
 
@@ -262,13 +271,59 @@ def test_a_pods_processes_are_parked_under_its_label(agent: Agent, store: Store)
     assert agent.states == {"pod-7": SAVED} and agent.pids == {}
 
 
-def test_an_agent_that_does_not_answer_or_a_missing_tool_is_refused_at_the_start(agent: Agent, monkeypatch):
+def test_where_the_agent_looks_itself_processes_are_not_counted(agent: Agent, store: Store):
+    accelerator = SharedAccelerator(store, by_agent(agent, agent_job="pod-7"), owner="sampler-a", seat=NoSeat)
+    accelerator.name_processes(41, 42)
+    accelerator.park()
+    assert agent.states == {"pod-7": SAVED} and agent.pids == {}
+
+
+def test_an_agent_that_does_not_answer_or_a_missing_tool_is_refused_at_the_start(agent: Agent):
     agent.close()
     with pytest.raises(ValueError, match=r"OPENRL_SNAPSHOT_AGENT: .*UNAVAILABLE"):
         WholeProcess.of(by_agent(agent), owner="trainer-a")
-    monkeypatch.setattr(cuda_checkpoint, "TOOL", "no-such-tool")
     with pytest.raises(ValueError, match="there is no no-such-tool here"):
-        WholeProcess.of(AcceleratorSettings(name="gpu-0", context="cuda-checkpoint"), owner="trainer-a")
+        settings = AcceleratorSettings(name="gpu-0", context="cuda-checkpoint")
+        WholeProcess.of(settings, owner="trainer-a", tool="no-such-tool")
+
+
+WITHOUT_GRPC = """
+import sys
+
+class Without:
+    def find_spec(self, name, path=None, target=None):
+        if name == "grpc":
+            raise {failure}
+
+sys.meta_path.insert(0, Without())
+from openrl.workers.model.accelerator import Accelerator
+from openrl.workers.model.settings import AcceleratorSettings
+
+try:
+    Accelerator.of(None, AcceleratorSettings(name="gpu-0", context="snapshot-agent", agent="h:1"), owner="trainer-a")
+except ValueError as refusal:
+    print(refusal)
+"""
+
+
+@pytest.mark.parametrize("failure", ["ModuleNotFoundError('no grpc')", "ImportError('grpc is broken')"])
+def test_a_worker_without_grpcio_or_with_a_broken_one_says_what_to_install(failure: str):
+    command = [sys.executable, "-c", WITHOUT_GRPC.format(failure=failure)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    said = failure.split("'")[1]
+    assert f"OPENRL_ACCELERATOR_CONTEXT=snapshot-agent: {said}; install the extra snapshot-agent" in done.stdout
+
+
+def test_a_sampler_on_several_devices_is_told_before_it_starts_that_not_all_of_it_can_leave_them(tmp_path: Path):
+    command = [sys.executable, "-m", "openrl.workers.sampler", "--base", "none", "--name", "sampler-a"]
+    environ = {
+        "OPENRL_DATA_DIR": str(tmp_path), "OPENRL_REDIS_URL": "redis://127.0.0.1:1/0", "OPENRL_ACCELERATOR": "gpu-0",
+        "OPENRL_ACCELERATOR_CONTEXT": "cuda-checkpoint", "OPENRL_SAMPLER_ENGINE": "vllm",
+        "OPENRL_SAMPLER_BETWEEN_TURNS": "sleeps", "OPENRL_SAMPLER_TENSOR_PARALLEL_SIZE": "2",
+    }  # fmt: skip
+    done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "OPENRL_SAMPLER_TENSOR_PARALLEL_SIZE is 2: set it to 1" in done.stderr, done.stderr
 
 
 def test_a_worker_that_takes_no_turns_needs_no_agent(store: Store):
@@ -286,8 +341,13 @@ def test_a_worker_that_takes_no_turns_needs_no_agent(store: Store):
         ({"OPENRL_ACCELERATOR_CONTEXT": "snapshot-agent"}, "OPENRL_SNAPSHOT_AGENT"),
         ({"OPENRL_SNAPSHOT_AGENT": "node:9001"}, "belong to OPENRL_ACCELERATOR_CONTEXT=snapshot-agent"),
         ({"OPENRL_ACCELERATOR_CONTEXT": "snapshot-agent", "OPENRL_SNAPSHOT_AGENT": "node"}, "must be host:port"),
+        (IN_A_POD, "needs OPENRL_SNAPSHOT_JOB in a pod"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_by_name(environ: dict[str, str], what: str):
     with pytest.raises(ValueError, match=what):
         AcceleratorSettings.from_env({"OPENRL_ACCELERATOR": "gpu-0"} | environ)
+
+
+def test_in_a_pod_the_job_is_named_and_no_pid_is_told():
+    assert AcceleratorSettings.from_env(IN_A_POD | {"OPENRL_SNAPSHOT_JOB": "pod-7"}).agent_job == "pod-7"

@@ -108,7 +108,7 @@ def adapted(name: str, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, s
     ]
     if not torch.is_grad_enabled():
         y_TO = nn.functional.linear(x_TI, weight_OI, bias_O)
-        if grouped.serves(x_TI, len(weight_OI), len(parts)):
+        if grouped.serves(x_TI, len(weight_OI), len(parts), (factors[0].shape[0] for *_, factors in parts)):
             grouped.Groups(x_TI, len(weight_OI), *_flat(parts)).add(y_TO, x_TI)
             return y_TO
         for start, stop, (a_RI, b_OR, scale) in parts:
@@ -155,15 +155,15 @@ class _Adapted(torch.autograd.Function):
         ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, spans: grouped.Spans, *factors: Tensor
     ) -> Tensor:
         y_TO = nn.functional.linear(x_TI, weight_OI, bias_O)
-        ctx.groups = None
-        if grouped.serves(x_TI, len(weight_OI), len(spans)):
-            ctx.groups = grouped.Groups(x_TI, len(weight_OI), spans, factors)
-            ctx.save_for_backward(x_TI, weight_OI, ctx.groups.add(y_TO, x_TI))
+        ctx.spans = spans
+        ctx.is_grouped = grouped.serves(x_TI, len(weight_OI), len(spans), (a_RI.shape[0] for a_RI in factors[::2]))
+        if ctx.is_grouped:
+            h_TR = grouped.Groups(x_TI, len(weight_OI), spans, factors).add(y_TO, x_TI)
+            ctx.save_for_backward(x_TI, weight_OI, *factors, h_TR)
             return y_TO
         inner = []
         for (start, stop, scale), a_RI, b_OR in zip(spans, factors[::2], factors[1::2], strict=True):
             inner.append(_add(_rows(y_TO, start, stop), _rows(x_TI, start, stop), a_RI, b_OR, scale))
-        ctx.spans = spans
         ctx.save_for_backward(x_TI, weight_OI, *factors, *inner)
         return y_TO
 
@@ -171,13 +171,13 @@ class _Adapted(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_TO: Tensor) -> tuple[Tensor | None, ...]:
         x_TI, weight_OI, *rest = ctx.saved_tensors
-        if ctx.groups is not None:
-            dx_TI = torch.mm(dy_TO, weight_OI) if ctx.needs_input_grad[0] else None
-            return dx_TI, None, None, None, *ctx.groups.gradients(dy_TO.contiguous(), x_TI, rest[0], dx_TI)
         number = 2 * len(ctx.spans)
         factors, inner = rest[:number], rest[number:]
         dtype = factors[0].dtype
         dx_TI = torch.mm(dy_TO, weight_OI) if ctx.needs_input_grad[0] else None
+        if ctx.is_grouped:
+            groups = grouped.Groups(x_TI, len(weight_OI), ctx.spans, factors)
+            return dx_TI, None, None, None, *groups.gradients(dy_TO.contiguous(), x_TI, inner[0], dx_TI)
         gradients: list[Tensor | None] = []
         for (start, stop, scale), a_RI, b_OR, h_RS in zip(ctx.spans, factors[::2], factors[1::2], inner, strict=True):
             dy_SO = _rows(dy_TO, start, stop)

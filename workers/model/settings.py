@@ -14,6 +14,8 @@ from openrl.timeslice import keys
 VARIABLE, BYTES = "OPENRL_ACCELERATOR", "OPENRL_ACCELERATOR_BYTES"
 CONTEXT, AGENT, AGENT_JOB = "OPENRL_ACCELERATOR_CONTEXT", "OPENRL_SNAPSHOT_AGENT", "OPENRL_SNAPSHOT_JOB"
 STAYS, CHECKPOINT, BY_AGENT = "stays", "cuda-checkpoint", "snapshot-agent"
+KUBERNETES = "KUBERNETES_SERVICE_HOST"
+"""In the environment of every container of a pod; processes are counted anew in each."""
 BOOKS = "accelerators"
 """Folder of the data directory with a book for each accelerator that is simulated on a CPU."""
 
@@ -39,7 +41,7 @@ class AcceleratorSettings:
 
     agent_job: str = ""
     """OPENRL_SNAPSHOT_JOB: the job under which the agent finds this pod's processes (label timeslice.io/job-id). Empty:
-    it is told their pids, which it must count as this process does."""
+    it is told their pids, which it must count as this process does; so in a pod it must be given."""
 
     def __post_init__(self) -> None:
         if self.name:
@@ -62,13 +64,16 @@ class AcceleratorSettings:
         text = environ.get(BYTES, "")
         if text and not text.isdecimal():
             raise ValueError(f"{BYTES}={text!r} is not a whole number of bytes")
-        return cls(
+        settings = cls(
             name=environ.get(VARIABLE, ""),
             size_bytes=int(text or 0),
             context=environ.get(CONTEXT) or STAYS,
             agent=environ.get(AGENT, ""),
             agent_job=environ.get(AGENT_JOB, ""),
         )
+        if settings.agent and not settings.agent_job and environ.get(KUBERNETES):
+            raise ValueError(f"{CONTEXT}={BY_AGENT} needs {AGENT_JOB} in a pod: its pids mean nothing to the agent")
+        return settings
 
 
 def half_of_memory() -> int:

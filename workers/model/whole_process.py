@@ -9,37 +9,46 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 
 from openrl.timeslice.park import Parkable
 from openrl.workers.model import cuda_checkpoint
-from openrl.workers.model.settings import CHECKPOINT, AcceleratorSettings
+from openrl.workers.model.settings import CHECKPOINT, STAYS, AcceleratorSettings
 
 
 class WholeProcess:
     """One process; `make` returns what parks it, given its pid."""
 
-    def __init__(self, make: Callable[[int], Parkable]) -> None:
+    def __init__(self, make: Callable[[int], Parkable], *, by_pid: bool = True) -> None:
+        """With `by_pid` False what `make` returns finds the processes itself, however many."""
         self._make = make
+        self._by_pid = by_pid
         self._pid = os.getpid()
         self._parkable: Parkable | None = None
 
     @classmethod
-    def of(cls, settings: AcceleratorSettings, *, owner: str) -> WholeProcess | None:
-        """Return what the settings ask for.
+    def of(cls, settings: AcceleratorSettings, *, owner: str, tool: str = cuda_checkpoint.TOOL) -> WholeProcess | None:
+        """Return what the settings ask for; `tool` is the driver's.
 
         Raises:
             ValueError: it can't be had here; the text names the setting.
         """
-        if settings.context == "stays":
+        if settings.context == STAYS:
             return None
         if settings.context == CHECKPOINT:
-            if shutil.which(cuda_checkpoint.TOOL) is None:
-                raise ValueError(f"OPENRL_ACCELERATOR_CONTEXT={CHECKPOINT}: there is no {cuda_checkpoint.TOOL} here")
-            return cls(cuda_checkpoint.CudaCheckpoint)
-        return cls(_by_agent(settings, owner))
+            if shutil.which(tool) is None:
+                raise ValueError(f"OPENRL_ACCELERATOR_CONTEXT={CHECKPOINT}: there is no {tool} here")
+            return cls(partial(cuda_checkpoint.CudaCheckpoint, tool=tool))
+        return cls(_by_agent(settings, owner), by_pid=not settings.agent_job)
 
     def is_of(self, pids: tuple[int, ...]) -> None:
-        """Hear that not this process holds the device but another; raises ValueError where that are several."""
+        """Hear that not this process holds the device but another.
+
+        Raises:
+            ValueError: they are several, and they go by their pids.
+        """
+        if not self._by_pid:
+            return
         if len(pids) != 1:
             raise ValueError(f"OPENRL_ACCELERATOR_CONTEXT: the processes {pids} hold the device; it must be one")
         [self._pid] = pids
@@ -59,8 +68,9 @@ class WholeProcess:
 def _by_agent(settings: AcceleratorSettings, owner: str) -> Callable[[int], Parkable]:
     try:
         from openrl.workers.model.snapshot_agent import AgentFailed, SnapshotAgent
-    except ModuleNotFoundError as missing:
-        raise ValueError(f"OPENRL_ACCELERATOR_CONTEXT={settings.context}: {missing}; install grpcio") from missing
+    except ImportError as failure:
+        extra = "install the extra snapshot-agent (grpcio)"
+        raise ValueError(f"OPENRL_ACCELERATOR_CONTEXT={settings.context}: {failure}; {extra}") from failure
 
     def make(pid: int) -> SnapshotAgent:
         if settings.agent_job:

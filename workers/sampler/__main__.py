@@ -24,7 +24,7 @@ from openrl.tasks.settings import StoreSettings
 from openrl.tasks.store import Store
 from openrl.tasks.worker import serve
 from openrl.workers.model.accelerator import Accelerator
-from openrl.workers.model.settings import AcceleratorSettings
+from openrl.workers.model.settings import CONTEXT, STAYS, AcceleratorSettings
 from openrl.workers.sampler.engine import Runner, SamplerEngine
 from openrl.workers.sampler.requests import Limits
 from openrl.workers.sampler.settings import SamplerSettings
@@ -139,6 +139,15 @@ def build(
     return engine
 
 
+def check_together(settings: SamplerSettings, turns: AcceleratorSettings) -> None:
+    """Raise ValueError where vLLM that sleeps can't do, between its turns, what both settings ask for."""
+    if turns.name and turns.context != STAYS and settings.tensor_parallel_size > 1:
+        raise ValueError(
+            f"{CONTEXT}={turns.context} is for one process without NCCL; OPENRL_SAMPLER_TENSOR_PARALLEL_SIZE "
+            f"is {settings.tensor_parallel_size}: set it to 1, or {CONTEXT}={STAYS}"
+        )
+
+
 @click.command()
 @click.option("--base", required=True, help="Name of the base model, as it is registered.")
 @click.option("--pool", default="", help="Slug of a full run's pool, to serve its versions; default: the base's own.")
@@ -149,6 +158,11 @@ def main(base: str, pool: str, name: str) -> None:
     try:
         store_settings, settings = StoreSettings.from_env(), SamplerSettings.from_env()
         turns = AcceleratorSettings.from_env(os.environ)
+        # vLLM that doesn't sleep keeps its first turn until it ends, and is placed alone there.
+        is_vllm = (settings.full_engine if keys.is_full(pool) else settings.engine) == "vllm"
+        stays = is_vllm and settings.between_turns == "stays"
+        if is_vllm and not stays:
+            check_together(settings, turns)
         if threads := int(os.environ.get("OPENRL_TORCH_THREADS") or 0):
             torch.set_num_threads(threads)
     except ValueError as nonsense:
@@ -161,9 +175,6 @@ def main(base: str, pool: str, name: str) -> None:
         if not assignment.keep(store, os.environ):
             sys.exit(1)
         accelerator = Accelerator.of(store, turns, owner=name)
-        # vLLM that doesn't sleep keeps its first turn until it ends, and is placed alone there.
-        engine_name = settings.full_engine if keys.is_full(pool) else settings.engine
-        stays = engine_name == "vllm" and settings.between_turns == "stays"
         with ExitStack() as turn:
             turn.enter_context(accelerator.turn())
             engine = build(base, name, store, settings, pool=pool, accelerator=None if stays else accelerator)

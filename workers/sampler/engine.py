@@ -156,12 +156,12 @@ class SamplerEngine:
         self.lease.set_state("stopping")
         if self._thread.is_alive():
             self._thread.join(self._stop_s)
-        if not self._thread.is_alive():
-            self._accelerator.close()
         try:
             self._journal.requeue_samples(self.lease)
         except (StoreUnavailable, StaleOwner) as failure:
             log.warning("unfinished samples return when the lease ends: %s", failure)
+        if not self._thread.is_alive():
+            self._accelerator.close()
         self.lease.close()
 
     def _look_up(self) -> None:

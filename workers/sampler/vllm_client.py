@@ -93,7 +93,7 @@ class Client:
         """Continue a prompt; cancelling what is returned ends it. `hear` is called in the loop's thread.
 
         What was read of a prompt is kept for others with the same `salt` and adapter, and for nobody else. With a
-        `key` it is heard first what the prompt is worth. ENDED is heard last, unless it was cancelled.
+        `key` it is heard before the first token what the prompt is worth. ENDED is heard last, unless it was cancelled.
         """
         tokens = TokensPrompt(prompt_token_ids=list(prompt), cache_salt=salt)
 
@@ -101,7 +101,8 @@ class Client:
             asked = key
             try:
                 async for output in self._vllm.generate(tokens, params, name, lora_request=adapter):
-                    if asked is not None:
+                    # One that was ended before its first token was read in part, or not at all.
+                    if asked is not None and output.outputs[0].token_ids:
                         asked = None
                         hear(await self._scores(key))
                     hear(output)

@@ -79,6 +79,8 @@ class VllmEngine(InHand[LoRARequest]):
         self._scored: WeakSet[Group] = WeakSet()
         self._numbers = itertools.count()
         self._ended = threading.Event()
+        self._came_back = False
+        """Whether vLLM has slept, and the oldest sequence has drawn nothing since."""
         self.most_of_tenant = num_slots
 
     @property
@@ -103,20 +105,41 @@ class VllmEngine(InHand[LoRARequest]):
         self._client.close()
 
     def step(self) -> list[Finished]:
-        """Hand on what may run, take in what vLLM has drawn, and return what has ended."""
-        if self._ended.is_set():
-            self._ended.clear()
-            for stream in list(self._streams.values()):
-                self._stop(stream)
+        """Hand on what may run, take in what vLLM has drawn, and return what has ended.
+
+        The first after vLLM slept lasts until the oldest sequence has drawn something: what was read of it is forgotten
+        at every sleep, and turns that were shorter than to read it again would bring it nowhere for ever.
+        """
+        finished = self._come_back() if self._ended.is_set() else []
         self._place()
-        finished = self._load()
+        finished += self._load()
         self._admit()
-        if finished:
-            return finished
-        for stream, said in self._drawn():
-            if self._streams.get(stream.sequence) is stream:
-                finished += self._take(stream, said)
+        while not finished:
+            for stream, said in self._drawn(STEP_S if self._groups else 0.0):
+                if self._streams.get(stream.sequence) is stream:
+                    finished += self._take(stream, said)
+            if not self._stands_still():
+                break
         return finished
+
+    def _come_back(self) -> list[Finished]:
+        """Take in all that vLLM has said before it slept; what then hasn't ended waits again, in its order."""
+        self._ended.clear()
+        self._came_back = True
+        finished: list[Finished] = []
+        for stream, said in self._drawn(0.0):
+            # That vLLM has ended it, be it without a token, is what sleep does.
+            if self._streams.get(stream.sequence) is stream and not isinstance(said, Ended):
+                finished += self._take(stream, said)
+        for stream in reversed(list(self._streams.values())):
+            self._stop(stream)
+        return finished
+
+    def _stands_still(self) -> bool:
+        """Tell whether the oldest sequence has drawn nothing since vLLM came back."""
+        oldest = min(self._streams.values(), key=lambda stream: stream.sequence.age, default=None)
+        self._came_back = self._came_back and oldest is not None and len(oldest.sequence.tokens) == oldest.start
+        return self._came_back
 
     def _place(self) -> None:
         """Choose the adapters that may be in the batch: vLLM is never given more, so that it need not choose itself."""
@@ -194,11 +217,10 @@ class VllmEngine(InHand[LoRARequest]):
             hear=lambda said: self._heard.put((stream, said)),
         )
 
-    def _drawn(self) -> Iterator[tuple[Stream, Said]]:
-        """Wait until vLLM says something, and return all that it has said."""
-        wait = bool(self._groups)
+    def _drawn(self, wait_s: float) -> Iterator[tuple[Stream, Said]]:
+        """Wait, so long at most, until vLLM says something, and return all that it has said."""
         try:
-            said = self._heard.get(timeout=STEP_S) if wait else self._heard.get_nowait()
+            said = self._heard.get(timeout=wait_s) if wait_s else self._heard.get_nowait()
             while True:
                 if said is not None:
                     yield said

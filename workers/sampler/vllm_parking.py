@@ -1,9 +1,10 @@
 """vLLM's memory off the accelerator and back, by its sleep level 1: weights to host memory, its cache forgotten.
 
-Level 2 would forget the weights too, and the places of adapters with them. What was being drawn is ended by vLLM; the
-engine lets it go on from what it had heard, to the same tokens. vLLM frees what its own allocator has; what is left
-beside that (contexts, graphs, workspaces) is counted, and above a residue the park has failed. Needs a GPU: the CPU
-build takes a call to sleep and does nothing. Not run on a GPU yet: `benchmarks/gpu_sampler.py` checks it.
+Level 2 would forget the weights too, and the places of adapters with them: whoever leaves takes that. What was being
+drawn is ended by vLLM; the engine lets it go on from what it had heard, to the same tokens. vLLM frees what its own
+allocator has; what is left beside that (contexts, graphs, workspaces) is counted, and above a residue the park has
+failed. Needs a GPU: the CPU build takes a call to sleep and does nothing. Not run on a GPU yet:
+`benchmarks/gpu_sampler.py` checks it.
 docs.vllm.ai/en/latest/features/sleep_mode has the levels.
 """
 
@@ -12,12 +13,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as TookTooLong
 from typing import Any, Protocol
 
 log = logging.getLogger(__name__)
 
-LEVEL = 1
+LEVEL, LEVEL_OF_LEAVING = 1, 2
 RESIDUE_BYTES = 1 << 30
 """What vLLM may have left in each process: workspaces and graphs, no weights and no cache."""
 TIMEOUT_S = 120.0
@@ -26,6 +26,10 @@ TIMEOUT_S = 120.0
 
 class ParkingError(Exception):
     """vLLM may have something on the accelerator, or not all that it needs: its processes must end."""
+
+
+class TookTooLong(ParkingError):
+    """The same, and another time it may be through in time."""
 
 
 class Sleeper(Protocol):
@@ -60,6 +64,7 @@ class VllmParking:
 
         Raises:
             ParkingError: vLLM has no memory that it could put aside.
+            TookTooLong: nobody knows.
         """
         self._client, self._stopped, self._timeout_s = client, stopped, timeout_s
         self._resident_bytes = 0
@@ -76,15 +81,18 @@ class VllmParking:
         Raises:
             ParkingError: it failed, took too long, or more than a residue is left.
         """
-        if not self._resident_bytes:
-            return
-        self._stopped()
-        self._do(self._client.vllm.sleep(level=LEVEL, mode="abort"), "fall asleep")
-        awake, beside = self._memory()
-        if awake or beside > RESIDUE_BYTES:
-            raise ParkingError(f"vLLM sleeps, and {awake} bytes of its own and {beside} others are on the accelerator")
-        log.info("vLLM sleeps; %d bytes beside its own memory are left", beside)
-        self._resident_bytes = 0
+        if self._resident_bytes:
+            self._stopped()
+            self._sleep(LEVEL)
+
+    def discard(self) -> None:
+        """Forget everything, weights too, without a copy: nobody will need it again.
+
+        Raises:
+            ParkingError: as `park` does.
+        """
+        if self._resident_bytes:
+            self._sleep(LEVEL_OF_LEAVING)
 
     def restore(self) -> None:
         """Bring everything back; what is asked from now on is drawn.
@@ -97,6 +105,14 @@ class VllmParking:
         if not self._do(self._client.vllm.wake_up(), "wake up"):
             raise ParkingError("vLLM woke up, and a part of its memory is still asleep")
         self._count()
+
+    def _sleep(self, level: int) -> None:
+        self._do(self._client.vllm.sleep(level=level, mode="abort"), "fall asleep")
+        awake, beside = self._memory()
+        if awake or beside > RESIDUE_BYTES:
+            raise ParkingError(f"vLLM sleeps, and {awake} bytes of its own and {beside} others are on the accelerator")
+        log.info("vLLM sleeps; %d bytes beside its own memory are left", beside)
+        self._resident_bytes = 0
 
     def _count(self) -> None:
         awake, _ = self._memory()
@@ -112,7 +128,7 @@ class VllmParking:
     def _do(self, call: Coroutine[Any, Any, Any], what: str) -> Any:
         try:
             return self._client.do(call).result(self._timeout_s)
-        except TookTooLong as failure:
-            raise ParkingError(f"vLLM did not {what} within {self._timeout_s:g} s") from failure
+        except TimeoutError as failure:
+            raise TookTooLong(f"vLLM did not {what} within {self._timeout_s:g} s") from failure
         except Exception as failure:
             raise ParkingError(f"vLLM could not {what}: {failure}") from failure

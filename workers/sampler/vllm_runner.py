@@ -16,7 +16,7 @@ from vllm.config import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.lora.request import LoRARequest
 
-from openrl.tasks.errors import InvalidRequest
+from openrl.tasks.errors import InvalidRequest, OperationFailed
 from openrl.workers.model import families, identity
 from openrl.workers.model.accelerator import Accelerator
 from openrl.workers.sampler.adapter_places import AdapterPlaces
@@ -29,7 +29,7 @@ from openrl.workers.sampler.tokenizer import tokenizer_of
 from openrl.workers.sampler.versions import Versions
 from openrl.workers.sampler.vllm_client import Client
 from openrl.workers.sampler.vllm_engine import VllmEngine
-from openrl.workers.sampler.vllm_parking import ParkingError, VllmParking
+from openrl.workers.sampler.vllm_parking import ParkingError, TookTooLong, VllmParking
 from openrl.workers.sampler.vllm_transfer import NAME as TRANSFER
 from openrl.workers.sampler.vllm_weights import VllmWeights
 from openrl.workers.weights import layout, manifest
@@ -83,10 +83,13 @@ def share(accelerator: Accelerator, client: Client, engine: VllmEngine) -> None:
 
     Raises:
         InvalidRequest: it has no memory that it could put aside.
+        OperationFailed: it didn't say so in time; it may another time.
     """
     accelerator.name_processes(*client.pids)
     try:
         accelerator.add(VllmParking(client, stopped=engine.stopped))
+    except TookTooLong as failure:
+        raise OperationFailed(f"OPENRL_SAMPLER_BETWEEN_TURNS=sleeps: {failure}") from failure
     except ParkingError as failure:
         raise InvalidRequest(f"OPENRL_SAMPLER_BETWEEN_TURNS=sleeps: {failure}; take stays") from failure
 

@@ -108,15 +108,7 @@ def build(
         settings = replace(settings, resident_bytes=sys.maxsize, device_bytes=sys.maxsize)
     data_dir = store_settings.data_dir
     residency = Residency(loaded.device, most_runs=settings.device_runs, most_bytes=settings.device_bytes)
-    checkpoints = Checkpoints(
-        loaded,
-        base_model=model.name,
-        slug=slug,
-        registry=registry,
-        data_dir=data_dir,
-        full=full,
-        room=residency.room,
-    )
+    checkpoints = Checkpoints(loaded, base_model=model.name, slug=slug, registry=registry, data_dir=data_dir, full=full)
     device = Device(
         loaded,
         checkpoints,

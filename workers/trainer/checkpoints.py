@@ -22,7 +22,7 @@ from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.lora import Adapter
 from openrl.workers.trainer import states
 from openrl.workers.trainer.full import FullTuning, Masters
-from openrl.workers.trainer.passes import BOUNDLESS, Room
+from openrl.workers.trainer.passes import Room
 from openrl.workers.trainer.residency import state_bytes
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.versions import Version, Versions
@@ -52,13 +52,8 @@ class Checkpoints:
         registry: Registry,
         data_dir: Path,
         full: FullTuning | None = None,
-        room: Room = BOUNDLESS,
     ) -> None:
-        """Serve LoRA runs; with `full` the one run that trains all weights, whose pool `slug` is then.
-
-        An adapter that has no `room` on the device by itself is refused.
-        """
-        self._room = room
+        """Serve LoRA runs; with `full` the one run that trains all weights, whose pool `slug` is then."""
         self._loaded, self._full = loaded, full
         self._versions = Versions(data_dir, loaded, base_model=base_model)
         self._base_model = base_model
@@ -66,22 +61,26 @@ class Checkpoints:
         self._registry = registry
         self._data_dir = data_dir
 
-    def create(self, run: Run, message: CreateModel) -> Outcome:
-        """Give a new run its adapter, drawn from the seed, or all weights of the base; or what a checkpoint holds."""
+    def create(self, run: Run, message: CreateModel, room: Room) -> Outcome:
+        """Give a new run its adapter, drawn from the seed, or all weights of the base; or what a checkpoint holds.
+
+        An adapter that has no `room` on the device by itself is refused.
+        """
         if message.checkpoint_dir:
             state = self._read(message.checkpoint_dir, with_optimizer=message.with_optimizer)
-            self._adopt(run, state)
+            self._adopt(run, state, room)
             result = {"type": "load_weights", "path": message.checkpoint_path, "model_id": run.run_id}
         else:
-            self._start(run, message)
+            self._start(run, message, room)
             result = {"type": "create_model", "model_id": run.run_id}
         return Outcome(result=_json(result), run_fields={"state": "ready", **_shape(run)})
 
-    def load(self, run: Run, message: LoadWeights, seq_id: int) -> Outcome:
+    def load(self, run: Run, message: LoadWeights, seq_id: int, room: Room) -> Outcome:
         """Replace a run's weights by a checkpoint's, its moments too if asked (else they start anew).
 
         Pending gradients are dropped: they belong to the weights that are gone. A run whose first operation this is
         takes on the checkpoint's modules: the oldest SDKs create a run from a checkpoint so, and don't know them.
+        An adapter that has no `room` on the device by itself is refused.
         """
         mine = run.weights()
         state = self._read(message.checkpoint_dir, with_optimizer=message.with_optimizer)
@@ -91,7 +90,7 @@ class Checkpoints:
                 f"the checkpoint has rank {its.rank} on {len(its.targets)} modules, this run has "
                 f"rank {mine.rank} on {len(mine.targets)}; create a run from the checkpoint"
             )
-        self._adopt(run, state)
+        self._adopt(run, state, room)
         result = {"type": "load_weights", "path": message.checkpoint_path, "model_id": run.run_id}
         return Outcome(result=_json(result), run_fields=_shape(run))
 
@@ -162,14 +161,14 @@ class Checkpoints:
         result = {"type": "save_weights_for_sampler", "sampling_session_id": message.sampler_id}
         return Outcome(result=_json(result), rows=sampler_row(run.tenant, sampler), run_fields=_last(run, directory))
 
-    def _start(self, run: Run, message: CreateModel) -> None:
+    def _start(self, run: Run, message: CreateModel, room: Room) -> None:
         assert message.seed is not None, "the journal draws a seed where none was given"
         assert (message.fine_tuning == FULL) == (self._full is not None), "a run is in the pool of its kind"
         if self._full is not None:
             run.adopt(Masters.of_base(self._loaded, self._full))
         else:
             drawn = self._drawn(message)
-            self._check_room(drawn)
+            _check_room(drawn, room)
             run.adopt(drawn)
         run.train_attn, run.train_mlp, run.train_unembed = message.train_attn, message.train_mlp, message.train_unembed
         run.seed = message.seed
@@ -202,18 +201,9 @@ class Checkpoints:
         written = self._write(directory, run, states.SAMPLER)
         return Version(manifest=written, size_bytes=written.size_bytes)
 
-    def _check_room(self, adapter: Adapter) -> None:
-        needed, most = state_bytes(adapter), self._room.state_bytes
-        if most and needed > most:
-            raise InvalidRequest(
-                f"rank {adapter.rank} on {len(adapter.targets)} modules takes {needed} bytes on the device (adapter, "
-                f"two moments, gradient), and this trainer has {most} for its runs; take a lower rank, train fewer "
-                "kinds of layers, or ask the operator for more OPENRL_TRAINER_DEVICE_BYTES"
-            )
-
-    def _adopt(self, run: Run, state: states.State) -> None:
+    def _adopt(self, run: Run, state: states.State, room: Room) -> None:
         if not isinstance(state.trained, Masters):
-            self._check_room(state.trained)
+            _check_room(state.trained, room)
         run.drop_gradient()
         run.adopt(state.trained, state.moments)
         run.train_attn, run.train_mlp = state.manifest.train_attn, state.manifest.train_mlp
@@ -256,6 +246,16 @@ class Checkpoints:
             user_metadata=dict(message.user_metadata),
             base_digest=self._loaded.digest,
             fine_tuning=written.fine_tuning,
+        )
+
+
+def _check_room(adapter: Adapter, room: Room) -> None:
+    needed, most = state_bytes(adapter), room.state_bytes
+    if most and needed > most:
+        raise InvalidRequest(
+            f"rank {adapter.rank} on {len(adapter.targets)} modules takes {needed} bytes on the device (adapter, "
+            f"two moments, gradient), and this trainer has {most} for its runs; take a lower rank, train fewer "
+            "kinds of layers, or ask the operator for more OPENRL_TRAINER_DEVICE_BYTES"
         )
 
 

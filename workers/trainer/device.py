@@ -42,6 +42,7 @@ from openrl.workers.trainer.batch import Load, MicroBatch, Packing, Piece, micro
 from openrl.workers.trainer.checkpoints import Checkpoints
 from openrl.workers.trainer.lanes import Lanes
 from openrl.workers.trainer.optimizer import is_finite
+from openrl.workers.trainer.passes import BOUNDLESS
 from openrl.workers.trainer.residency import Residency
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.share import Part, Share, costs
@@ -144,10 +145,11 @@ class Device:
     def _dispatch(self, work: Work, beside_others: bool) -> Outcome:
         """`beside_others`: runs are on the device, and the threads are shared out."""
         run, message = work.run, work.message
+        room = BOUNDLESS if work.is_repeated else self.residency.room
         if isinstance(message, COMPUTED) and not beside_others:
             self.residency.admit([run])
         if isinstance(message, CreateModel):
-            outcome = self._checkpoints.create(run, message)
+            outcome = self._checkpoints.create(run, message, room)
             self.residency.admit([run])  # now that it has a size
             return outcome
         run.weights()
@@ -162,7 +164,7 @@ class Device:
         if isinstance(message, SaveWeightsExternal):
             return self._checkpoints.save_external(run, message, work.seq_id)
         if isinstance(message, LoadWeights):
-            return self._checkpoints.load(run, message, work.seq_id)
+            return self._checkpoints.load(run, message, work.seq_id, room)
         raise InvalidRequest(f"a trainer doesn't carry out {work.kind!r}")
 
     # forwards, together
@@ -173,18 +175,19 @@ class Device:
         try:
             self.residency.admit(work.run for work in works)
             shares = [Share(work) for work in works]
-            gradients, packing = self._compute([share for share in shares if not share.error])
+            computed = [share for share in shares if not share.error]
+            gradients = self._compute(computed)
         except Exception as error:
             if len(works) == 1:
                 return [_fail(works[0], failed(works[0], error))]
             log.warning("a pass of %d operations broke (%s); running them one by one", len(works), type(error).__name__)
             return [outcome for work in works for outcome in self._forwards([work])]
         suspects = self._settle(shares, gradients)
-        told = zip(shares, costs(shares, packing, time.monotonic() - began), strict=True)
-        return [self._forwards([one.work])[0] if one in suspects else one.outcome(cost) for one, cost in told]
+        told = costs(computed, time.monotonic() - began)
+        return [self._forwards([one.work])[0] if one in suspects else one.outcome(told.get(one, {})) for one in shares]
 
-    def _compute(self, shares: list[Share]) -> tuple[Gradients, Packing]:
-        """Fill in every share's results; return each run's gradient, and how well all was packed. Touches no run."""
+    def _compute(self, shares: list[Share]) -> Gradients:
+        """Fill in every share's results; return each run's gradient. Touches no run."""
         gradients: Gradients = {}
         packing = Packing()
         for trains in (False, True):
@@ -201,7 +204,7 @@ class Device:
                     _add(gradients, mine)
                     packing.add(batch)
         log.info("packed: %s", packing)
-        return gradients, packing
+        return gradients
 
     def _side_by_side(
         self, batches: list[MicroBatch], shares: list[Share], trains: bool

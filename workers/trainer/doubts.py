@@ -37,9 +37,6 @@ class Doubts:
         self._clock = clock
         self._doubts: dict[Key, Doubt] = {}
 
-    def __getitem__(self, key: Key) -> Doubt:
-        return self._doubts[key]
-
     def pauses(self, key: Key) -> bool:
         """Tell whether the run is left alone for now."""
         doubt = self._doubts.get(key)
@@ -55,7 +52,3 @@ class Doubts:
     def end(self, key: Key) -> None:
         """Forget it: an operation of the run took effect."""
         self._doubts.pop(key, None)
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._doubts.clear()

@@ -29,13 +29,14 @@ from openrl.workers.model.accelerator import Accelerator
 from openrl.workers.trainer.device import Device
 from openrl.workers.trainer.doubts import Doubts
 from openrl.workers.trainer.holdings import Holdings
+from openrl.workers.trainer.outage import Outage
 from openrl.workers.trainer.passes import Chosen, Pass, Pending, Planner, Queue
 from openrl.workers.trainer.reading import Name, Reading
 from openrl.workers.trainer.recovery import Recovery
 from openrl.workers.trainer.residency import state_bytes
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.settings import TrainerSettings
-from openrl.workers.trainer.settling import RETRY_S, Outage, Settling, void
+from openrl.workers.trainer.settling import RETRY_S, Settling, void
 from openrl.workers.trainer.snapshots import Snapshots
 from openrl.workers.trainer.work import Work, broken, failed
 
@@ -62,8 +63,13 @@ class TrainerEngine:
         settings: TrainerSettings,
         streak: Streak | None = None,
         accelerator: Accelerator | None = None,
+        doubts: Doubts | None = None,
+        reading: Reading | None = None,
     ) -> None:
-        """Serve what the lease's worker may; no `accelerator`: the device is this process's own."""
+        """Serve what the lease's worker may; no `accelerator`: the device is this process's own.
+
+        No `doubts`, no `reading`: as the settings and the journal say.
+        """
         self._slug = slug
         self._accelerator = accelerator or Accelerator()
         self._journal = journal
@@ -93,8 +99,8 @@ class TrainerEngine:
         self._bell = threading.Event()
         self._stopping = threading.Event()
         self._outage = Outage()
-        self._doubts = Doubts(settings.doubt_s)
-        self._reading = Reading(journal)
+        self._doubts = doubts or Doubts(settings.doubt_s)
+        self._reading = reading or Reading(journal)
         self._settling = Settling(
             journal=journal,
             lease=lambda: self._lease,
@@ -140,7 +146,6 @@ class TrainerEngine:
         if self._thread.is_alive():
             self._say("stopping")
             self._thread.join(self._settings.stop_s)
-        self._reading.close()
         if not self._thread.is_alive():
             self._accelerator.close()
         self._lease.close()
@@ -154,6 +159,7 @@ class TrainerEngine:
             if not (self._guarded(self.turn) and (self._has_more or self._settling.taken)):
                 self._say("ready")
                 self._bell.wait(self._settings.poll_s)
+        self._reading.forget()
         self._guarded(self.hand_back_all)
 
     def _guarded(self, step: Callable[[], bool]) -> bool:
@@ -270,7 +276,9 @@ class TrainerEngine:
     def _read_ahead(self, queues: list[Queue], operations: Mapping[Name, Operation], plan: Pass) -> None:
         """Begin to read the pass that would follow `plan`, if that is worth it."""
         chosen = {_name(one) for one in (*plan.singles, *plan.packed)}
-        if self._reading.is_worth(operation for name, operation in operations.items() if name not in chosen):
+        if not self._stopping.is_set() and self._reading.is_worth(
+            operation for name, operation in operations.items() if name not in chosen
+        ):
             self._reading.begin([operations[_name(one)] for one in self._planner.foresee(queues, plan)])
 
     def _unreadable(self, operation: Operation, error: Exception) -> None:

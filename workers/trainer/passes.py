@@ -52,7 +52,10 @@ class Room:
     state_bytes: int = 0
 
     def holds(self, runs: int, state_bytes: int) -> bool:
-        """Tell whether so much fits. One run always does: a larger one was refused when it was created."""
+        """Tell whether so much fits. One run always does.
+
+        A larger one was refused when it was created, or was taken over from a trainer that had more.
+        """
         return runs <= 1 or (runs <= (self.runs or runs) and state_bytes <= (self.state_bytes or state_bytes))
 
 

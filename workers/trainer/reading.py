@@ -2,7 +2,8 @@
 
 What the next pass is likely to hold is read beside the present one, in a thread of its own. That decides nothing: an
 operation under its name has one body for ever, and what is never asked for, because it was cancelled, taken over by
-another worker or isn't next after all, is let go without effect.
+another worker or isn't next after all, is let go without effect. Where a disk hangs, nothing more is read ahead until
+it answers, and the process may leave meanwhile.
 
 Knows neither runs nor outcomes: what can't be read is told, and is the engine's to settle.
 """
@@ -10,8 +11,9 @@ Knows neither runs nor outcomes: what can't be read is told, and is the engine's
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from openrl.tasks.journal import Journal, Operation
@@ -41,10 +43,16 @@ class Read:
 class Reading:
     """Reads for one engine; its methods are for that engine's thread."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(
+        self, journal: Journal, *, least_bytes: int = LEAST_AHEAD_BYTES, most_bytes: int = MOST_AHEAD_BYTES
+    ) -> None:
+        """Read ahead where it is `least_bytes` or more, and no more than `most_bytes`."""
         self._journal = journal
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="trainer-reading")
+        self._least_bytes, self._most_bytes = least_bytes, most_bytes
         self._ahead: Future[Read] | None = None
+        self._idle = threading.Event()
+        """Nothing is being read beside, not even what was forgotten."""
+        self._idle.set()
 
     def read(self, operations: Sequence[Operation]) -> Read:
         """Read these operations, those of one run in order; what was read ahead, and isn't among them, is forgotten.
@@ -64,35 +72,45 @@ class Reading:
 
     def is_worth(self, operations: Iterable[Operation]) -> bool:
         """Tell whether so much should be read beside."""
-        return sum(operation.size for operation in operations) >= LEAST_AHEAD_BYTES
+        return sum(operation.size for operation in operations) >= self._least_bytes
 
     def begin(self, operations: Sequence[Operation]) -> None:
         """Begin to read what is likely next, as much as may lie in memory, beside what the caller does meanwhile."""
         self.forget()
-        chosen, left = [], MOST_AHEAD_BYTES
+        if not self._idle.is_set():
+            return
+        chosen, left = [], self._most_bytes
         for operation in operations:
             left -= operation.size
             if left < 0:
                 break
             chosen.append(operation)
         if self.is_worth(chosen):
-            self._ahead = self._beside.submit(self._read, chosen)
+            self._idle.clear()
+            ahead: Future[Read] = Future()
+            # No executor: its threads are waited for when the process leaves.
+            threading.Thread(target=self._fill, args=(ahead, chosen), name="reading", daemon=True).start()
+            self._ahead = ahead
 
     def forget(self) -> None:
         """Let go of what was read ahead."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.cancel()
+        self._ahead = None
 
-    def close(self) -> None:
-        """Begin nothing more."""
-        self.forget()
-        self._beside.shutdown(wait=False, cancel_futures=True)
+    def _fill(self, ahead: Future[Read], operations: Sequence[Operation]) -> None:
+        """Read into `ahead`; whoever has that can begin the next."""
+        try:
+            read = self._read(operations)
+        except Exception as error:
+            self._idle.set()
+            ahead.set_exception(error)
+        else:
+            self._idle.set()
+            ahead.set_result(read)
 
     def _known(self) -> dict[Name, Message]:
         """Return what was read ahead, once, when that has ended; what failed is tried again by whoever needs it."""
         ahead, self._ahead = self._ahead, None
-        if ahead is None or ahead.cancel():
+        if ahead is None:
             return {}
         try:
             return ahead.result().messages

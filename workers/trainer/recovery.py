@@ -106,7 +106,8 @@ class Recovery:
         elif operation.voids or (operation.kind == ForwardBackward.kind and operation.error):
             run.make_void(operation.seq_id, operation.error)
         elif operation.kind in REPEATED and not operation.error:
-            work = Work(run=run, seq_id=operation.seq_id, message=decode(operation.kind, operation.body))
+            message = decode(operation.kind, operation.body)
+            work = Work(run=run, seq_id=operation.seq_id, message=message, is_repeated=True)
             [outcome] = self._device.execute([work])
             if outcome.error is not None:
                 raise RecoveryFailed(f"{work} had succeeded and fails now: {outcome.error}")

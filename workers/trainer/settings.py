@@ -67,7 +67,7 @@ class TrainerSettings:
 
     grouped_mm: str = "auto"
     """Whether the adapters of a pass are multiplied in groups, in place of one after another: `auto`: on a GPU whose
-    torch can, in bfloat16; `on`: wherever they are; `off`."""
+    torch can, in bfloat16; `on`: on a CPU too; `off`."""
 
     entropy: str = "off"
     """`on`: the metrics of a forward have `entropy:sum`, of what its active tokens are predicted from. No pass more,

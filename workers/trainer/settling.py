@@ -20,6 +20,7 @@ from openrl.tasks.operations import MISSING, REFUSED
 from openrl.tasks.ownership import Lease
 from openrl.workers.trainer.doubts import Doubts
 from openrl.workers.trainer.holdings import Holdings
+from openrl.workers.trainer.outage import Outage
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.work import Work, broken, failed
 
@@ -27,25 +28,6 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 """Pause before asking again a store that didn't answer."""
-
-
-class Outage:
-    """Whether the store answers; the log tells each change once."""
-
-    def __init__(self) -> None:
-        self._stands = False
-
-    def note(self, error: StoreUnavailable) -> None:
-        """Note that it didn't."""
-        if not self._stands:
-            log.error("%s; waiting for it", error)
-        self._stands = True
-
-    def end(self) -> None:
-        """Note that it did."""
-        if self._stands:
-            log.info("the store answers again")
-        self._stands = False
 
 
 class Settling:
@@ -99,9 +81,8 @@ class Settling:
                 refusal = refusals[number]
                 if self._residents.holds(work.run) and self._settle(work.run, operation, outcome, refusal):
                     committed.append((work, outcome))
-                if (
-                    isinstance(refusal, StoreUnavailable) and sent[number + 1 :]
-                ):  # it answers again by now, or has ended us
+                if isinstance(refusal, StoreUnavailable) and sent[number + 1 :]:
+                    # The store answers again by now, or has ended us.
                     refusals[number + 1 :] = self._send(sent[number + 1 :])
         finally:
             for work in works[len(committed) :]:

@@ -19,7 +19,7 @@ from openrl.tasks.journal import Outcome
 from openrl.tasks.messages import ForwardBackward
 from openrl.tasks.operations import PROTOBUF
 from openrl.tasks.wire import codec
-from openrl.workers.trainer.batch import Packing, Piece, num_tokens
+from openrl.workers.trainer.batch import Piece, num_tokens
 from openrl.workers.trainer.losses import compute, merge
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.work import Work, failed
@@ -114,24 +114,21 @@ class Share:
         return Outcome(result=codec.encode_forward_backward_output(arrays, metrics), content_type=PROTOBUF)
 
 
-def costs(shares: Sequence[Share], packing: Packing, seconds: float) -> list[dict[str, float]]:
-    """Return, as metrics, what each share of one pass cost that took `seconds`.
+def costs(shares: Sequence[Share], seconds: float) -> dict[Share, dict[str, float]]:
+    """Return, as metrics, what each share cost that was computed in a pass of `seconds`.
 
     Seconds are shared by tokens. A tenant is told how many tokens the pass had of its own runs, and not how many it
     had of others': that would say how much others train.
     """
-    sizes = [num_tokens(share.message.data) for share in shares]
+    sizes = {share: num_tokens(share.message.data) for share in shares}
     of_tenant: dict[str, int] = defaultdict(int)
-    for share, size in zip(shares, sizes, strict=True):
+    for share, size in sizes.items():
         of_tenant[share.run.tenant] += size
-    return [
-        {
-            "seconds:sum": seconds * size / max(1, sum(sizes)),
-            "pass_tokens:max": float(of_tenant[share.run.tenant]),
-            "pass_waste:max": packing.waste,
-        }
-        for share, size in zip(shares, sizes, strict=True)
-    ]
+    total = max(1, sum(sizes.values()))
+    return {
+        share: {"seconds:sum": seconds * size / total, "pass_tokens:max": float(of_tenant[share.run.tenant])}
+        for share, size in sizes.items()
+    }
 
 
 def _not_finite(what: str, values: Tensor, piece: Piece, logprobs: Tensor) -> str:

@@ -26,6 +26,8 @@ class Work:
     run: Run
     seq_id: int
     message: Message
+    is_repeated: bool = False
+    """Whether it took effect once, and is done again to rebuild its run: then only its record counts."""
 
     @property
     def kind(self) -> str:

@@ -56,11 +56,6 @@ class Spec:
         return self.num_elements * self.width
 
     @property
-    def num_blocks(self) -> int:
-        """0 for an empty tensor."""
-        return -(-self.num_elements // BLOCK)
-
-    @property
     def block_sizes(self) -> list[int]:
         """Elements in each block; none for an empty tensor."""
         return [min(BLOCK, self.num_elements - start) for start in range(0, self.num_elements, BLOCK)]
