@@ -35,7 +35,7 @@ def started(engine: str, data_dir: Path) -> dict[str, Program]:
     starts = Starts()
     with preflight.listen("127.0.0.1", 0) as listener:
         service = up._Up(settings, [], listener, Engine(name=engine, python="python"))
-        service._supervisor = starts  # type: ignore[assignment]
+        service._supervisor = starts
         service._crew().follow(
             tuple(
                 Workload(name=kind, kind=kind, base="m", slug="m", since=0.0, claim="gpu-1")
