@@ -22,14 +22,14 @@ ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weigh
 class Plain:
     """One run: LoRA from the files of an adapter, or without one all weights of the model."""
 
-    def __init__(self, model_dir: Path, adapter_dir: Path | None) -> None:
+    def __init__(self, model_dir: Path, adapter_dir: Path | None, dtype: torch.dtype = torch.float32) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             stock = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
             self.model = stock
             if adapter_dir is not None:
                 self.model = PeftModel.from_pretrained(stock, adapter_dir, is_trainable=True)
-        self.model.eval()
+        self.model.to(dtype).eval()
         self.parameters = {
             name.removeprefix("base_model.model.").replace(".default.", "."): parameter
             for name, parameter in self.model.named_parameters()

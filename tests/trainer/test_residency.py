@@ -8,9 +8,10 @@ import pytest
 from openrl.tasks.journal import Outcome
 from openrl.tasks.messages import OptimStep, SaveWeights
 from openrl.workers.trainer.device import Device
-from openrl.workers.trainer.residency import ALIGNMENT, Residency, state_bytes
+from openrl.workers.trainer.residency import Residency, state_bytes
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.settings import TrainerSettings
+from openrl.workers.trainer.vectors import ALIGNMENT
 from openrl.workers.trainer.work import Work
 from tests.trainer.bench import Bench, forward_backward
 from tests.trainer.service import Service

@@ -60,9 +60,9 @@ def step(way, cache, rows, sequences, adapters):
     return hidden_TD.split([row.length for row in rows])
 
 
-def some_adapter(loaded, *, seed, rank):
+def some_adapter(loaded, *, seed, rank, **flags):
     """A random adapter, B not zero."""
-    made = Adapter.init(loaded, rank=rank, seed=seed)
+    made = Adapter.init(loaded, rank=rank, seed=seed, **flags)
     for _, b_OR in made.weights.values():
         b_OR.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(seed))
     return made

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from openrl.tasks.messages import OptimStep
-from openrl.workers.model import loading
-from openrl.workers.model.attention import hidden_states, packed, positions
+from openrl.workers.model import attention, loading
+from openrl.workers.model.attention import packed, positions
+from openrl.workers.model.blocks import Stock, way_through
 from openrl.workers.model.lora import Segment, routing
 from openrl.workers.model.recomputing import Recomputing, kept_bytes_per_token, left_bytes, recomputed
 from openrl.workers.trainer.device import Device
@@ -69,40 +70,41 @@ class Kept:
         return sum(storage.nbytes() for storage in self.storages.values())
 
 
-def kept(loaded, bench, num_tokens: int, *, wanted: bool) -> int:
+def kept(loaded, bench, num_tokens: int, way, *, wanted: bool) -> int:
     adapter = bench.run(0, rank=1, train_unembed=False).weights()
     tokens, lengths = torch.arange(num_tokens) % 256, [num_tokens]
     with Kept(loaded) as seen, packed(lengths), routing([Segment(0, num_tokens, adapter)]), recomputed(wanted):
-        hidden_TD = hidden_states(loaded, tokens, positions(lengths))
+        hidden_TD = way(loaded).hidden_states(tokens, positions(lengths))
     assert hidden_TD.requires_grad
     return seen.num_bytes
 
 
-def test_what_is_kept_is_about_what_the_decision_counts_on_and_far_less_with_it(loaded, tmp_path):
+@pytest.mark.parametrize("way", [way_through, Stock])
+def test_what_is_kept_is_about_what_the_decision_counts_on_and_far_less_with_it(loaded, tmp_path, way):
     bench = Bench(loaded, tmp_path)
-    without = kept(loaded, bench, 256, wanted=False)
+    without = kept(loaded, bench, 256, way, wanted=False)
     assert 0.5 < without / (256 * kept_bytes_per_token(loaded)) < 1.5
-    assert kept(loaded, bench, 256, wanted=True) < 0.25 * without
+    assert kept(loaded, bench, 256, way, wanted=True) < 0.25 * without
 
 
 @pytest.mark.parametrize(("mode", "left", "expected"), [
     ("auto", 100, True), ("auto", 1 << 40, False), ("on", 1 << 40, True), ("off", 100, False),
 ])  # fmt: skip
-def test_it_is_chosen_by_the_setting_and_by_the_memory_that_is_left(loaded, tmp_path, mode, left, expected):
+def test_it_is_chosen_by_the_setting_and_by_the_memory_that_is_left(
+    loaded, tmp_path, monkeypatch, mode, left, expected
+):
     bench = Bench(loaded, tmp_path)
-    computed: list[bool] = []
-    layer = loaded.model.base_model.layers[0].input_layernorm
-    hook = layer.register_forward_hook(lambda *_: computed.append(torch.is_grad_enabled()))
+    attended: list[int] = []
+    causal = attention.causal
+    monkeypatch.setattr(attention, "causal", lambda q, *rest: attended.append(q.shape[-2]) or causal(q, *rest))
     bench.device = Device(
         loaded, bench.checkpoints, token_budget=96, recomputing=Recomputing(loaded, mode, left=lambda: left)
     )
-    try:
-        result(bench.one(bench.run(0), forward_backward(lengths=[9])))
-        assert len(computed) == (2 if expected else 1)
-        result(bench.one(bench.run(1), forward_backward(lengths=[9], forward=True)))
-        assert len(computed) == (3 if expected else 2), "a forward without gradients has nothing to compute again"
-    finally:
-        hook.remove()
+    result(bench.one(bench.run(0), forward_backward(lengths=[9])))
+    assert attended == [9] * loaded.num_layers * (2 if expected else 1)
+    attended.clear()
+    result(bench.one(bench.run(1), forward_backward(lengths=[9], forward=True)))
+    assert attended == [9] * loaded.num_layers, "a forward without gradients has nothing to compute again"
 
 
 def test_the_memory_that_is_left_is_some_and_no_more_than_the_machine_has():

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -44,6 +45,12 @@ class Rule(NamedTuple):
     softcap: float | None = None
     """Scores `s` become `softcap * tanh(s / softcap)`."""
 
+    @classmethod
+    def of(cls, layer: Any, arch: str) -> "Rule":
+        """Return the rule of a layer's attention that caps no scores; Mistral's layers ask the config each time."""
+        holder = layer.config if arch == "mistral" else layer
+        return cls(layer.scaling, getattr(holder, "sliding_window", None))
+
     def first(self, position: int) -> int:
         """The first position that the token at `position` sees."""
         return 0 if self.window is None else max(0, position + 1 - self.window)
@@ -59,18 +66,28 @@ def packed(lengths: Sequence[int]) -> Iterator[None]:
     """Within the `with`, the model sees sequences of these lengths, one behind another, each by itself."""
     sizes = list(lengths)
     together = varlen.Packed(sizes)
+    alike = [(length, len(list(group))) for length, group in groupby(sizes)]
 
     def attend(_layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         if varlen.fits(query, softcap=rule.softcap):
             return together.attend(query, key, value, scale=rule.scale, window=rule.window)
-        parts = [
-            causal(q, k, v, rule)
-            for q, k, v in zip(query.split(sizes, 2), key.split(sizes, 2), value.split(sizes, 2), strict=True)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        if len(alike) == 1:
+            return _side_by_side(query, key, value, alike[0], rule)
+        tokens = [length * number for length, number in alike]
+        cut = zip(query.split(tokens, 2), key.split(tokens, 2), value.split(tokens, 2), alike, strict=True)
+        return torch.cat([_side_by_side(q, k, v, each, rule) for q, k, v, each in cut], 2)
 
     with attending(attend):
         yield
+
+
+def _side_by_side(query: Tensor, key: Tensor, value: Tensor, alike: tuple[int, int], rule: Rule) -> Tensor:
+    """Neighbours of one length, and how many they are: [1, H, T, D], computed as a batch. None sees another."""
+    length, number = alike
+    if number == 1:
+        return causal(query, key, value, rule)
+    q, k, v = (each[0].transpose(0, 1).unflatten(0, (number, length)).transpose(1, 2) for each in (query, key, value))
+    return causal(q, k, v, rule).transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
 
 
 def positions(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
@@ -129,6 +146,17 @@ def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: Rule) -> 
     return (weights @ v.unsqueeze(2)).flatten(1, 2)
 
 
+def current() -> Attend:
+    """Return how layers attend here.
+
+    Raises:
+        RuntimeError: outside of `packed` and `attending`.
+    """
+    if (attend := _ATTEND.get()) is None:
+        raise RuntimeError("attention is only defined inside `packed` or `cached`")
+    return attend
+
+
 @contextmanager
 def attending(attend: Attend) -> Iterator[None]:
     """Within the `with`, layers attend by this function."""
@@ -143,9 +171,7 @@ def _forward(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """What transformers calls in each layer: [1, heads, T, D] in, [1, T, H, D] out."""
-    attend = _ATTEND.get()
-    if attend is None:
-        raise RuntimeError("attention is only defined inside `packed` or `cached`")
+    attend = current()
     assert attention_mask is None, "transformers built a mask for packed attention"
     layer: Any = module.layer_idx
     rule = Rule(options["scaling"], options.get("sliding_window"), options.get("softcap"))

@@ -27,6 +27,9 @@ class Family:
     unembed: str = "lm_head"
     experts: str = ""
     """The name of the modules that hold a stack of experts, each with a `mlp` of its own; "" where there are none."""
+    usual: bool = False
+    """Whether layers have the usual form, which `blocks` and `decoder` compute by themselves: a norm, attention with or
+    without norms of its heads, a residual; a norm, a gated MLP, a residual; positions rotated in every layer."""
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     """Options of config.json with the values under which it is served."""
 
@@ -46,10 +49,10 @@ _CAUSAL = {"use_bidirectional_attention": (None, False)}
 FAMILIES = {
     "gemma2": Family(required=_CAUSAL),
     "gemma3_text": Family(required=_CAUSAL | {"attn_logit_softcapping": (None,)}),
-    "llama": Family(),
-    "mistral": Family(),
-    "qwen2": Family(),
-    "qwen3": Family(),
+    "llama": Family(usual=True),
+    "mistral": Family(usual=True),
+    "qwen2": Family(usual=True),
+    "qwen3": Family(usual=True),
     "qwen3_moe": Family(experts="experts", required={"mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}),
     "smollm3": Family(),
 }

@@ -35,8 +35,6 @@ class Segment:
     adapter: Adapter | None
 
 
-# Start and stop of a segment, and its adapter's A, B and scale.
-_Part = tuple[int, int, tuple[Tensor, Tensor, float]]
 _ROUTE: ContextVar[tuple[Segment, ...]] = ContextVar("openrl_route", default=())
 
 
@@ -101,24 +99,61 @@ def adapted(name: str, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, s
     """
     if segments[-1].stop > x_TI.shape[0]:
         raise ValueError(f"segments end at {segments[-1].stop}, there are {x_TI.shape[0]} tokens")
-    parts = [
-        (segment.start, segment.stop, factors)
-        for segment in segments
-        if segment.adapter is not None and (factors := segment.adapter.factors(name)) is not None
-    ]
-    if not torch.is_grad_enabled():
-        y_TO = nn.functional.linear(x_TI, weight_OI, bias_O)
-        if grouped.serves(x_TI, len(weight_OI), len(parts), (factors[0].shape[0] for *_, factors in parts)):
-            grouped.Groups(x_TI, len(weight_OI), *_flat(parts)).add(y_TO, x_TI)
-            return y_TO
-        for start, stop, (a_RI, b_OR, scale) in parts:
-            _add(_rows(y_TO, start, stop), _rows(x_TI, start, stop), a_RI, b_OR, scale)
-        return y_TO
-    if not parts:
-        return nn.functional.linear(x_TI, weight_OI, bias_O)
-    spans, flat = _flat(parts)
-    result: Tensor = _Adapted.apply(x_TI, weight_OI, bias_O, spans, *flat)
-    return result
+    spans, factors = shares(name, segments)
+    if torch.is_grad_enabled() and spans:
+        result: Tensor = _Adapted.apply(x_TI, weight_OI, bias_O, spans, *factors)
+        return result
+    y_TO = nn.functional.linear(x_TI, weight_OI, bias_O)
+    if grouped.serves(x_TI, len(weight_OI), len(spans), (a_RI.shape[0] for a_RI in factors[::2])):
+        grouped.Groups(x_TI, len(weight_OI), spans, factors).add(y_TO, x_TI)
+    else:
+        add_shares(y_TO, x_TI, spans, factors)
+    return y_TO
+
+
+def shares(name: str, segments: Sequence[Segment]) -> tuple[grouped.Spans, list[Tensor]]:
+    """Return where the module `name` has an adapter, with its scale, and the A and B of each."""
+    spans, factors = [], []
+    for segment in segments:
+        if segment.adapter is not None and (found := segment.adapter.factors(name)) is not None:
+            a_RI, b_OR, scale = found
+            spans.append((segment.start, segment.stop, scale))
+            factors += [a_RI, b_OR]
+    return tuple(spans), factors
+
+
+def add_shares(y_TO: Tensor, x_TI: Tensor, spans: grouped.Spans, factors: Sequence[Tensor]) -> list[Tensor]:
+    """Add each span's `scale * x A^T B^T` to `y_TO`; return its `A x^T` [R, S], which the gradients need."""
+    inner = []
+    for number, (start, stop, scale) in enumerate(spans):
+        x_SI = _rows(x_TI, start, stop)
+        h_RS = torch.mm(_in(x_SI.dtype, factors[2 * number]), x_SI.t())
+        _rows(y_TO, start, stop).addmm_(h_RS.t(), _in(x_SI.dtype, factors[2 * number + 1]).t(), alpha=scale)
+        inner.append(h_RS)
+    return inner
+
+
+def share_gradients(
+    dy_TO: Tensor,
+    x_TI: Tensor,
+    spans: grouped.Spans,
+    factors: Sequence[Tensor],
+    inner: Sequence[Tensor],
+    dx_TI: Tensor | None,
+) -> list[Tensor]:
+    """Return the gradients of each span's A and B, in the factors' dtype; add what comes through them to `dx_TI`."""
+    gradients = []
+    for number, ((start, stop, scale), h_RS) in enumerate(zip(spans, inner, strict=True)):
+        dy_SO, dtype = _rows(dy_TO, start, stop), factors[2 * number].dtype
+        a_RI, b_RO = _in(dy_SO.dtype, factors[2 * number]), _in(dy_SO.dtype, factors[2 * number + 1]).t()
+        dh_RS = torch.mm(b_RO, dy_SO.t())
+        if dx_TI is not None:
+            _rows(dx_TI, start, stop).addmm_(dh_RS.t(), a_RI, alpha=scale)
+        # With beta 0 what is added to counts for nothing: a product times `scale`.
+        da_RI = torch.addmm(a_RI, dh_RS, _rows(x_TI, start, stop), beta=0, alpha=scale)
+        db_RO = torch.addmm(b_RO, h_RS, dy_SO, beta=0, alpha=scale)
+        gradients += [_in(dtype, da_RI), _in(dtype, db_RO).t().contiguous()]
+    return gradients
 
 
 def _rows(all_T: Tensor, start: int, stop: int) -> Tensor:
@@ -129,18 +164,6 @@ def _rows(all_T: Tensor, start: int, stop: int) -> Tensor:
 def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     """Return the tensor in this dtype; nothing is asked of torch where it is there already."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
-
-
-def _flat(parts: Sequence[_Part]) -> tuple[grouped.Spans, list[Tensor]]:
-    spans = tuple((start, stop, factors[2]) for start, stop, factors in parts)
-    return spans, [tensor for *_, factors in parts for tensor in factors[:2]]
-
-
-def _add(y_SO: Tensor, x_SI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
-    """Add the adapter's share to `y_SO`; return `A x^T` [R, S], which its gradient needs."""
-    h_RS = torch.mm(_in(x_SI.dtype, a_RI), x_SI.t())
-    y_SO.addmm_(h_RS.t(), _in(x_SI.dtype, b_OR).t(), alpha=scale)
-    return h_RS
 
 
 class _Adapted(torch.autograd.Function):
@@ -161,9 +184,7 @@ class _Adapted(torch.autograd.Function):
             h_TR = grouped.Groups(x_TI, len(weight_OI), spans, factors).add(y_TO, x_TI)
             ctx.save_for_backward(x_TI, weight_OI, *factors, h_TR)
             return y_TO
-        inner = []
-        for (start, stop, scale), a_RI, b_OR in zip(spans, factors[::2], factors[1::2], strict=True):
-            inner.append(_add(_rows(y_TO, start, stop), _rows(x_TI, start, stop), a_RI, b_OR, scale))
+        inner = add_shares(y_TO, x_TI, spans, factors)
         ctx.save_for_backward(x_TI, weight_OI, *factors, *inner)
         return y_TO
 
@@ -173,23 +194,11 @@ class _Adapted(torch.autograd.Function):
         x_TI, weight_OI, *rest = ctx.saved_tensors
         number = 2 * len(ctx.spans)
         factors, inner = rest[:number], rest[number:]
-        dtype = factors[0].dtype
         dx_TI = torch.mm(dy_TO, weight_OI) if ctx.needs_input_grad[0] else None
         if ctx.is_grouped:
             groups = grouped.Groups(x_TI, len(weight_OI), ctx.spans, factors)
             return dx_TI, None, None, None, *groups.gradients(dy_TO.contiguous(), x_TI, inner[0], dx_TI)
-        gradients: list[Tensor | None] = []
-        for (start, stop, scale), a_RI, b_OR, h_RS in zip(ctx.spans, factors[::2], factors[1::2], inner, strict=True):
-            dy_SO = _rows(dy_TO, start, stop)
-            a_RI, b_RO = _in(dy_SO.dtype, a_RI), _in(dy_SO.dtype, b_OR).t()
-            dh_RS = torch.mm(b_RO, dy_SO.t())
-            if dx_TI is not None:
-                _rows(dx_TI, start, stop).addmm_(dh_RS.t(), a_RI, alpha=scale)
-            # With beta 0 what is added to counts for nothing: a product times `scale`.
-            da_RI = torch.addmm(a_RI, dh_RS, _rows(x_TI, start, stop), beta=0, alpha=scale)
-            db_RO = torch.addmm(b_RO, h_RS, dy_SO, beta=0, alpha=scale)
-            gradients += _in(dtype, da_RI), _in(dtype, db_RO).t().contiguous()
-        return dx_TI, None, None, None, *gradients
+        return dx_TI, None, None, None, *share_gradients(dy_TO, x_TI, ctx.spans, factors, inner, dx_TI)
 
 
 def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:

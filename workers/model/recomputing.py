@@ -46,18 +46,23 @@ class Recomputing:
 
     def for_tokens(self, num: int) -> AbstractContextManager[None]:
         """Return a `with` for the forward of a micro-batch of so many tokens; 0 where no backward follows."""
-        wanted = self._mode == "on" or (self._mode == "auto" and num * self.bytes_per_token > SHARE * self._left())
-        return recomputed(wanted and num > 0)
+        is_wanted = self._mode == "on" or (self._mode == "auto" and num * self.bytes_per_token > SHARE * self._left())
+        return recomputed(is_wanted and num > 0)
 
 
 @contextmanager
-def recomputed(wanted: bool = True) -> Iterator[None]:
+def recomputed(is_wanted: bool = True) -> Iterator[None]:
     """Within the `with`, layers keep their input alone, if that is wanted."""
-    token = _RECOMPUTES.set(wanted)
+    token = _RECOMPUTES.set(is_wanted)
     try:
         yield
     finally:
         _RECOMPUTES.reset(token)
+
+
+def wanted() -> bool:
+    """Tell whether layers keep their input alone here."""
+    return _RECOMPUTES.get()
 
 
 def install(layers: nn.ModuleList) -> None:
@@ -91,7 +96,7 @@ def left_bytes(device: torch.device) -> int:
 
 
 def _forward(compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not (_RECOMPUTES.get() and torch.is_grad_enabled()):
+    if not (wanted() and torch.is_grad_enabled()):
         return compute(*args, **kwargs)
     remembered = contextvars.copy_context()
 

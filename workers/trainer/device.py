@@ -32,7 +32,8 @@ from openrl.tasks.messages import (
     SaveWeightsExternal,
     SaveWeightsForSampler,
 )
-from openrl.workers.model.attention import hidden_states, packed, positions
+from openrl.workers.model.attention import packed, positions
+from openrl.workers.model.blocks import way_through
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.logprobs import head_shares, target_logprobs
 from openrl.workers.model.lora import Adapter, Segment, routing
@@ -81,6 +82,7 @@ class Device:
         """
         self._tells_entropy = tells_entropy
         self._loaded = loaded
+        self._way = way_through(loaded)
         self.residency = Residency(loaded.device) if residency is None else residency
         self._recomputing = recomputing or Recomputing(loaded)
         self._checkpoints = checkpoints
@@ -100,6 +102,10 @@ class Device:
             neighbours = list(group)
             outcomes += self._forwards(neighbours) if is_packed else self._others(neighbours)
         return outcomes
+
+    def foresee(self, run: Run) -> None:
+        """Hear that a run's step is committed: there is time to prepare what is likely to be asked for next."""
+        self._checkpoints.foresee(run)
 
     def discard(self, outcome: Outcome) -> None:
         """Delete what an operation wrote that can't be registered."""
@@ -229,7 +235,7 @@ class Device:
         loaded = self._loaded
         adapters = {piece.load: shares[piece.load].run.adapter for piece in batch.pieces}
         with packed(batch.lengths), routing(_segments(batch.pieces, adapters)):
-            hidden_TD = hidden_states(loaded, batch.tokens, positions(batch.lengths, loaded.device))
+            hidden_TD = self._way.hidden_states(batch.tokens, positions(batch.lengths, loaded.device))
         # Neighbours with one number of targets a position are one product.
         groups = [list(group) for _, group in groupby(batch.pieces, key=lambda piece: piece.targets.shape[1:])]
         sizes = [group[-1].stop - group[0].start for group in groups]

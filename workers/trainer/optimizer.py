@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw
 
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.messages import OptimStep
+from openrl.workers.trainer.vectors import all_finite, cut, norm, vector_of
 
 PIECE = 16 << 20
 """Values that a step over many works on at once: 64 MB each of parameters, gradients and both moments."""
@@ -39,33 +40,13 @@ class Moments:
 def is_finite(tensors: Sequence[Tensor]) -> bool:
     """Tell whether no value is NaN or infinite."""
     if sum(tensor.numel() for tensor in tensors) > PIECE:  # too much to copy
-        return all(_all_finite(tensor) for tensor in tensors if tensor.numel())
-    return not tensors or _all_finite(_flat(tensors))
+        return all(all_finite(tensor) for tensor in tensors if tensor.numel())
+    return not tensors or all_finite(vector_of(tensors))
 
 
 def global_norm(tensors: Sequence[Tensor]) -> float:
     """Return the 2-norm over all tensors, in float64, so that no square overflows."""
-    return _norm(_flat(tensors))
-
-
-def _norm(values_N: Tensor) -> float:
-    return float(torch.linalg.vector_norm(values_N, dtype=torch.float64))
-
-
-def _all_finite(values_N: Tensor) -> bool:
-    """A NaN is both the least and the largest value; one pass, where `isfinite` takes four."""
-    return bool(torch.stack(values_N.aminmax()).isfinite().all())
-
-
-def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Copy all values into one vector."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _cut(values_N: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the vector in the shapes that it was made of, without a copy."""
-    parts = values_N.split([tensor.numel() for tensor in like])
-    return [part.view_as(tensor) for part, tensor in zip(parts, like, strict=True)]
+    return norm(vector_of(tensors))
 
 
 @torch.no_grad()
@@ -79,28 +60,34 @@ def adamw_step(
     Raises:
         InvalidRequest: the gradient or the step isn't finite; nothing was changed.
     """
-    grads_N = _flat(gradients)
-    grad_norm = _norm(grads_N)
+    values_N, grads_N = vector_of(parameters), vector_of(gradients)
+    grad_norm = norm(grads_N)
     if not math.isfinite(grad_norm):
         raise InvalidRequest(f"the gradient norm is not finite ({grad_norm}); the step was refused")
     is_clipped = 0.0 < hyper.grad_clip_norm < grad_norm
     if is_clipped:
-        grads_N *= hyper.grad_clip_norm / grad_norm
-    avg_N = _flat(moments.exp_avg) if moments.exp_avg else torch.zeros_like(grads_N)
-    avg_sq_N = _flat(moments.exp_avg_sq) if moments.exp_avg_sq else torch.zeros_like(grads_N)
-    updates_N = _stepped(parameters, grads_N, avg_N, avg_sq_N, moments.step, hyper)
-    updates = _cut(updates_N, parameters)
-    torch._foreach_sub_(updates, list(parameters))
-    update_norm = _norm(updates_N)
-    if not math.isfinite(update_norm) or not _all_finite(avg_sq_N):
+        grads_N = grads_N * (hyper.grad_clip_norm / grad_norm)
+    avg_N = vector_of(moments.exp_avg).clone() if moments.exp_avg else torch.zeros_like(grads_N)
+    avg_sq_N = vector_of(moments.exp_avg_sq).clone() if moments.exp_avg_sq else torch.zeros_like(grads_N)
+    updates_N = _stepped(values_N, grads_N, avg_N, avg_sq_N, moments.step, hyper).sub_(values_N)
+    update_norm = norm(updates_N)
+    if not math.isfinite(update_norm) or not all_finite(avg_sq_N):
         raise InvalidRequest(
             f"the step is not finite (update norm {update_norm}, gradient norm {grad_norm}, "
             f"learning_rate {hyper.learning_rate}); it was refused"
         )
-    torch._foreach_add_(list(parameters), updates)
-    moments.exp_avg, moments.exp_avg_sq = _cut(avg_N, parameters), _cut(avg_sq_N, parameters)
+    _add(parameters, values_N, updates_N)
+    moments.exp_avg, moments.exp_avg_sq = cut(avg_N, gradients), cut(avg_sq_N, gradients)
     moments.step += 1
     return _metrics(grad_norm, update_norm, moments, hyper, is_clipped=is_clipped)
+
+
+def _add(parameters: Sequence[Tensor], values_N: Tensor, updates_N: Tensor) -> None:
+    """Add to the parameters; `values_N` is what they are parts of, or a copy of theirs."""
+    if values_N.data_ptr() == parameters[0].data_ptr():
+        values_N.add_(updates_N)
+    else:
+        torch._foreach_add_(list(parameters), cut(updates_N, [tensor.detach() for tensor in parameters]))
 
 
 @torch.no_grad()
@@ -123,7 +110,7 @@ def adamw_step_in_pieces(
         HalfStepped: the second time broke; parameters and moments must not be used any more. Any other error comes
             before the first change.
     """
-    grad_norm = math.hypot(*(_norm(part) for tensor in gradients for part in tensor.reshape(-1).split(piece)))
+    grad_norm = math.hypot(*(norm(part) for tensor in gradients for part in tensor.reshape(-1).split(piece)))
     if not math.isfinite(grad_norm):
         raise InvalidRequest(f"the gradient norm is not finite ({grad_norm}); the step was refused")
     is_clipped = 0.0 < hyper.grad_clip_norm < grad_norm
@@ -137,15 +124,15 @@ def adamw_step_in_pieces(
         """Yield the old values of each piece, as views of where they lie, and its new ones."""
         for old_N, grad_N, avg_N, avg_sq_N in _pieces(parameters, gradients, given, piece):
             near = [each.to(old_N.device, copy=True) for each in (avg_N, avg_sq_N)]
-            new_N = _stepped([old_N], grad_N * clip, near[0], near[1], moments.step, hyper)
+            new_N = _stepped(old_N, grad_N * clip, near[0], near[1], moments.step, hyper)
             yield (old_N, avg_N, avg_sq_N), (new_N, near[0], near[1])
 
-    squares, all_finite = [], True
+    squares, are_finite = [], True
     for old, new in stepped():
-        squares.append(_norm(new[0] - old[0]))
-        all_finite &= _all_finite(new[2])
+        squares.append(norm(new[0] - old[0]))
+        are_finite &= all_finite(new[2])
     update_norm = math.hypot(*squares)
-    if not math.isfinite(update_norm) or not all_finite:
+    if not math.isfinite(update_norm) or not are_finite:
         raise InvalidRequest(
             f"the step is not finite (update norm {update_norm}, gradient norm {grad_norm}, "
             f"learning_rate {hyper.learning_rate}); it was refused"
@@ -188,14 +175,12 @@ def _metrics(
     }
 
 
-def _stepped(
-    parameters: Sequence[Tensor], grads_N: Tensor, avg_N: Tensor, avg_sq_N: Tensor, step: int, hyper: OptimStep
-) -> Tensor:
-    """Return the parameters after one more step than `step`, as a new vector; the moments are changed in place."""
+def _stepped(values_N: Tensor, grads_N: Tensor, avg_N: Tensor, avg_sq_N: Tensor, step: int, hyper: OptimStep) -> Tensor:
+    """Return the values after one more step than `step`, as a new vector; the moments are changed in place."""
     scale, decay = hyper.learning_rate / (1.0 - hyper.beta1 ** (step + 1)), hyper.learning_rate * hyper.weight_decay
     if max(abs(scale), abs(1.0 - decay)) > torch.finfo(torch.float32).max:
         raise InvalidRequest(f"learning_rate {hyper.learning_rate} leaves the range of float32; the step was refused")
-    new_N = _flat(parameters)
+    new_N = values_N.clone()
     adamw(
         [new_N],
         [grads_N],

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,12 +24,10 @@ from openrl.workers.model.lora import Adapter
 from openrl.workers.trainer.full import Masters
 from openrl.workers.trainer.passes import BOUNDLESS, Room
 from openrl.workers.trainer.runs import Run
+from openrl.workers.trainer.vectors import cut, room_of, vector_of
 
 log = logging.getLogger(__name__)
 
-ALIGNMENT = 64
-"""Values. Each tensor begins at a multiple of it, as those do that torch allocates: kernels choose their way, and so
-the last bits, by where a matrix lies."""
 SPARE_BUFFERS = 8
 """Host buffers kept for the next run that gives way; locking pages is slow."""
 GPU_SHARE = 0.25
@@ -119,15 +117,15 @@ class Residency:
     def _park(self, run: Run) -> None:
         """Copy a run into host memory and let go of what it had on the device. Without memory it stays."""
         groups = run.tensors()
-        rooms = [_room(group) for group in groups]
+        rooms = [room_of(group) for group in groups]
         try:
             host_N = self._buffer(sum(rooms))
             for group, host_M in zip(groups, host_N.split(rooms), strict=True):
-                self._copy(host_M, _packed(group, self._device))
+                self._copy(host_M, vector_of(group))
         except (MemoryError, RuntimeError) as error:
             log.error("run %s stays on the device, there is no memory to park it: %s", run.run_id, error)
             return
-        run.lie_on([_cut(host_M, group) for group, host_M in zip(groups, host_N.split(rooms), strict=True)])
+        run.lie_on([cut(host_M, group) for group, host_M in zip(groups, host_N.split(rooms), strict=True)])
         del self._here[run]
         self._parked[run] = host_N
         self.moves += 1
@@ -136,10 +134,10 @@ class Residency:
         """Copy a parked run back onto the device; its buffer is kept for the next one."""
         views = []
         for group in run.tensors():
-            device_M = torch.empty(_room(group), device=self._device)
+            device_M = torch.empty(room_of(group), device=self._device)
             if group:
-                self._copy(device_M, group[0].detach().as_strided((len(device_M),), (1,)))
-            views.append(_cut(device_M, group))
+                self._copy(device_M, vector_of(group))
+            views.append(cut(device_M, group))
         run.lie_on(views)
         self._give_back(self._parked.pop(run))
         self.moves += 1
@@ -174,29 +172,3 @@ class Residency:
 def state_bytes(trained: Adapter | Masters | None) -> int:
     """Return what a run takes up on the device while it trains this, in bytes."""
     return STATE * sum(tensor.nbytes for tensor in trained.parameters()) if trained is not None else 0
-
-
-def _padded(num: int) -> int:
-    return -(-num // ALIGNMENT) * ALIGNMENT
-
-
-def _room(group: Sequence[Tensor]) -> int:
-    return sum(_padded(tensor.numel()) for tensor in group)
-
-
-def _cut(values_N: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the vector in the shapes of `like`, without a copy; what asks for gradients goes on asking."""
-    sizes = [size for tensor in like for size in (tensor.numel(), _padded(tensor.numel()) - tensor.numel())]
-    parts = values_N.split(sizes)[::2]
-    return [
-        part.view(tensor.shape).requires_grad_(tensor.requires_grad) for part, tensor in zip(parts, like, strict=True)
-    ]
-
-
-@torch.no_grad()
-def _packed(group: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Copy the tensors one behind another into one vector on the device where they lie."""
-    values_N = torch.zeros(_room(group), device=device)
-    if group:
-        torch._foreach_copy_(_cut(values_N, [tensor.detach() for tensor in group]), list(group))
-    return values_N

@@ -18,6 +18,7 @@ from openrl.tasks.messages import OptimStep
 from openrl.workers.model.lora import Adapter
 from openrl.workers.trainer.full import Masters
 from openrl.workers.trainer.optimizer import HalfStepped, Moments, adamw_step, adamw_step_in_pieces
+from openrl.workers.trainer.vectors import laid_out
 
 _SHOWN = 200
 """How much of a failure's text is told again."""
@@ -126,6 +127,7 @@ class Run:
         with self._writing():
             if not isinstance(trained, Masters):
                 self.trained, self.moments = trained, moments
+                self.lie_on([laid_out(trained.parameters()), *self.tensors()[1:]])
                 return
             if isinstance(self.trained, Masters):
                 self.trained.take(trained.weights)
@@ -152,14 +154,16 @@ class Run:
         return trained.leaves() if isinstance(trained, Masters) else trained.parameters()
 
     def gradients(self, of_leaves: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return gradients of the leaves as float32 ones of the parameters, in their order; None counts as 0."""
+        """Return gradients of the leaves as float32 ones of the parameters, in their order; None counts as 0.
+
+        Those of an adapter lie one behind another.
+        """
         trained = self.weights()
         if isinstance(trained, Masters):
             return trained.gradients(of_leaves)
         parameters = trained.parameters()
-        return [
-            torch.zeros_like(one) if grad is None else grad for one, grad in zip(parameters, of_leaves, strict=True)
-        ]
+        gradients = zip(parameters, of_leaves, strict=True)
+        return laid_out([torch.zeros_like(one) if grad is None else grad for one, grad in gradients])
 
     def accumulate(self, gradient: Sequence[Tensor]) -> None:
         """Add a finite gradient, in the order of the parameters. A void sum stays void."""

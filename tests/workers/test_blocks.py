@@ -1,0 +1,111 @@
+"""A layer as one node of the graph, against transformers' layers and autograd, on every family that takes it."""
+
+import pytest
+import torch
+
+from openrl.workers.model.attention import packed, positions
+from openrl.workers.model.blocks import Blocks, Stock, way_through
+from openrl.workers.model.loading import load
+from openrl.workers.model.lora import Segment, routing
+from openrl.workers.model.recomputing import recomputed
+from tests.model_families.zoo import ZOO, make_model
+from tests.workers.test_decoder import FAMILIES, some_adapter
+
+LENGTHS = [7, 7, 20, 40]
+FLAGS = {"all": {}, "attention": {"train_mlp": False}, "MLP": {"train_attn": False}}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def loaded(request, tmp_path_factory):
+    torch.set_num_threads(1)
+    path = make_model(tmp_path_factory.mktemp("models") / "model", request.param)
+    return load(path, device="cpu", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_hidden_states_and_gradients_are_transformers(loaded, flags):
+    """Two sequences of one adapter, one of none, one of another adapter."""
+    segments = segments_of(loaded, **FLAGS[flags])
+    ours, mine = computed(way_through(loaded), loaded, segments)
+    theirs, expected = computed(Stock(loaded), loaded, segments)
+    assert distance(ours, theirs) < 1e-5
+    assert max(map(distance, mine, expected)) < 1e-5
+
+
+def test_computed_again_in_backward_and_without_gradients_the_bits_are_the_same(loaded):
+    segments, way = segments_of(loaded), way_through(loaded)
+    hidden_TD, gradients = computed(way, loaded, segments)
+    with recomputed():
+        again_TD, once_more = computed(way, loaded, segments)
+    with torch.no_grad():
+        silent_TD = forward(way, loaded, segments)
+    assert torch.equal(hidden_TD, again_TD) and torch.equal(hidden_TD, silent_TD)
+    assert all(map(torch.equal, gradients, once_more))
+
+
+def test_a_nan_of_one_adapter_changes_no_bit_of_another(loaded):
+    segments, way = segments_of(loaded), way_through(loaded)
+    healthy = segments[0].adapter
+    _, before = computed(way, loaded, segments, of=[healthy])
+    for factors in segments[-1].adapter.weights.values():
+        factors[1].data.fill_(float("nan"))
+    hidden_TD, after = computed(way, loaded, segments, of=[healthy])
+    assert hidden_TD[segments[-1].start :].isnan().any() and hidden_TD[: segments[-1].start].isfinite().all()
+    assert all(map(torch.equal, before, after))
+
+
+def test_weights_that_lie_elsewhere_by_then_are_read_where_they_lie(loaded):
+    segments, way = segments_of(loaded), way_through(loaded)
+    before, _ = computed(way, loaded, segments)
+    for parameter in loaded.model.parameters():
+        parameter.data = parameter.data.clone()
+    after, _ = computed(way, loaded, segments)
+    assert torch.equal(before, after)
+
+
+def test_weights_that_are_trained_themselves_go_through_transformers(tmp_path):
+    loaded = load(make_model(tmp_path, "qwen3"), device="cpu", dtype=torch.float32)
+    way = way_through(loaded)
+    loaded.model.requires_grad_(True)
+    tokens = torch.arange(9)
+    with packed([9]):
+        way.hidden_states(tokens, positions([9])).square().sum().backward()
+    assert all(weight.grad is not None for name, weight in loaded.model.named_parameters() if "layers" in name)
+
+
+@pytest.mark.parametrize("name", sorted(set(ZOO) - set(FAMILIES)))
+def test_models_of_another_form_go_through_transformers(tmp_path, name):
+    assert not isinstance(way_through(load(make_model(tmp_path, name), device="cpu")), Blocks)
+
+
+def test_an_activation_whose_gradient_is_not_known_here_goes_through_transformers(tmp_path):
+    loaded = load(make_model(tmp_path, "llama3"), device="cpu")
+    assert isinstance(way_through(loaded), Blocks)
+    loaded.model.config.hidden_act = "gelu"
+    assert not isinstance(way_through(loaded), Blocks)
+
+
+def segments_of(loaded, **flags):
+    first, second = (some_adapter(loaded, seed=seed, rank=rank, **flags) for seed, rank in ((1, 3), (2, 5)))
+    return [Segment(0, 14, first), Segment(14, 34, None), Segment(34, 74, second)]
+
+
+def forward(way, loaded, segments):
+    tokens = torch.randint(0, 200, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
+    with packed(LENGTHS), routing(segments):
+        return way.hidden_states(tokens, positions(LENGTHS))
+
+
+def computed(way, loaded, segments, of=None):
+    """Hidden states, and the gradients of adapters (all that are there) for some gradient of the hidden states."""
+    hidden_TD = forward(way, loaded, segments)
+    upstream_TD = torch.randn(hidden_TD.shape, generator=torch.Generator().manual_seed(4))
+    adapters = of or [segment.adapter for segment in segments if segment.adapter is not None]
+    factors = [
+        factor for adapter in adapters for name, pair in adapter.weights.items() if "layers" in name for factor in pair
+    ]
+    return hidden_TD.detach(), torch.autograd.grad((hidden_TD * upstream_TD).sum(), factors)
+
+
+def distance(ours, theirs):
+    return float((ours - theirs).norm() / theirs.norm())
