@@ -39,6 +39,7 @@ from openrl.workers.model.logprobs import head_shares, target_logprobs
 from openrl.workers.model.lora import Adapter, Segment, routing
 from openrl.workers.model.recomputing import Recomputing
 from openrl.workers.model.threads import Threads
+from openrl.workers.trainer import vectors
 from openrl.workers.trainer.batch import Load, MicroBatch, Packing, Piece, micro_batches, num_tokens
 from openrl.workers.trainer.checkpoints import Checkpoints
 from openrl.workers.trainer.lanes import Lanes
@@ -57,7 +58,7 @@ STEP_FLOPS = 20
 COMPUTED = (CreateModel, OptimStep, LoadWeights)
 """What needs its run on the device, beside forwards; a save takes it from where it lies."""
 
-Gradients = dict[Run, list[Tensor]]
+Gradients = dict[Run, Sequence[Tensor]]
 
 
 class Device:
@@ -300,7 +301,7 @@ def _add(gradients: Gradients, more: Gradients) -> None:
     """Add the gradients of one more micro-batch."""
     for run, mine in more.items():
         if run in gradients:
-            torch._foreach_add_(gradients[run], mine)
+            vectors.add(gradients[run], mine)
         else:
             gradients[run] = mine
 
@@ -311,7 +312,7 @@ def _fail(work: Work, outcome: Outcome) -> Outcome:
     return outcome
 
 
-def _bad_gradient(run: Run, gradient: list[Tensor]) -> str:
+def _bad_gradient(run: Run, gradient: Sequence[Tensor]) -> str:
     for (name, _), tensor in zip(run.weights().named_parameters(), gradient, strict=True):
         bad = tensor[~tensor.isfinite()]
         if bad.numel():

@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.messages import OptimStep
-from openrl.workers.trainer.vectors import all_finite, cut, norm, vector_of
+from openrl.workers.trainer.vectors import Parts, add, all_finite, norm, vector_of
 
 PIECE = 16 << 20
 """Values that a step over many works on at once: 64 MB each of parameters, gradients and both moments."""
@@ -32,8 +32,8 @@ class HalfStepped(Exception):
 class Moments:
     """AdamW's state for a list of parameters; the lists are empty before the first step."""
 
-    exp_avg: list[Tensor] = field(default_factory=list)
-    exp_avg_sq: list[Tensor] = field(default_factory=list)
+    exp_avg: Sequence[Tensor] = field(default_factory=list)
+    exp_avg_sq: Sequence[Tensor] = field(default_factory=list)
     step: int = 0
 
 
@@ -77,7 +77,7 @@ def adamw_step(
             f"learning_rate {hyper.learning_rate}); it was refused"
         )
     _add(parameters, values_N, updates_N)
-    moments.exp_avg, moments.exp_avg_sq = cut(avg_N, gradients), cut(avg_sq_N, gradients)
+    moments.exp_avg, moments.exp_avg_sq = Parts(avg_N, gradients), Parts(avg_sq_N, gradients)
     moments.step += 1
     return _metrics(grad_norm, update_norm, moments, hyper, is_clipped=is_clipped)
 
@@ -87,7 +87,7 @@ def _add(parameters: Sequence[Tensor], values_N: Tensor, updates_N: Tensor) -> N
     if values_N.data_ptr() == parameters[0].data_ptr():
         values_N.add_(updates_N)
     else:
-        torch._foreach_add_(list(parameters), cut(updates_N, [tensor.detach() for tensor in parameters]))
+        add(parameters, Parts(updates_N, parameters))
 
 
 @torch.no_grad()

@@ -16,9 +16,9 @@ from torch import Tensor
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.messages import OptimStep
 from openrl.workers.model.lora import Adapter
+from openrl.workers.trainer import vectors
 from openrl.workers.trainer.full import Masters
 from openrl.workers.trainer.optimizer import HalfStepped, Moments, adamw_step, adamw_step_in_pieces
-from openrl.workers.trainer.vectors import laid_out
 
 _SHOWN = 200
 """How much of a failure's text is told again."""
@@ -43,7 +43,7 @@ class Run:
     train_unembed: bool = True
     seed: int | None = None
     moments: Moments = field(default_factory=Moments)
-    gradient: list[Tensor] | None = None
+    gradient: Sequence[Tensor] | None = None
     """Sum since the last optim_step in the order of the parameters; None: nothing accumulated."""
     void: str = ""
     """Why the gradient since the last optim_step doesn't count; empty: it counts."""
@@ -74,12 +74,12 @@ class Run:
         """Memory of parameters, moments and gradient."""
         return sum(tensor.nbytes for group in self.tensors() for tensor in group)
 
-    def tensors(self) -> list[list[Tensor]]:
+    def tensors(self) -> list[Sequence[Tensor]]:
         """Return parameters, both moments and gradient, in the order of the parameters; [] for what isn't there."""
         parameters = self.trained.parameters() if self.trained is not None else []
         return [parameters, self.moments.exp_avg, self.moments.exp_avg_sq, self.gradient or []]
 
-    def lie_on(self, groups: Sequence[list[Tensor]]) -> None:
+    def lie_on(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Take other tensors, of the same values, in place of those that `tensors` returns."""
         parameters, exp_avg, exp_avg_sq, gradient = groups
         if isinstance(self.trained, Masters):
@@ -127,7 +127,7 @@ class Run:
         with self._writing():
             if not isinstance(trained, Masters):
                 self.trained, self.moments = trained, moments
-                self.lie_on([laid_out(trained.parameters()), *self.tensors()[1:]])
+                self.lie_on([vectors.laid_out(trained.parameters()), *self.tensors()[1:]])
                 return
             if isinstance(self.trained, Masters):
                 self.trained.take(trained.weights)
@@ -153,7 +153,7 @@ class Run:
         trained = self.weights()
         return trained.leaves() if isinstance(trained, Masters) else trained.parameters()
 
-    def gradients(self, of_leaves: Sequence[Tensor | None]) -> list[Tensor]:
+    def gradients(self, of_leaves: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Return gradients of the leaves as float32 ones of the parameters, in their order; None counts as 0.
 
         Those of an adapter lie one behind another.
@@ -163,7 +163,7 @@ class Run:
             return trained.gradients(of_leaves)
         parameters = trained.parameters()
         gradients = zip(parameters, of_leaves, strict=True)
-        return laid_out([torch.zeros_like(one) if grad is None else grad for one, grad in gradients])
+        return vectors.laid_out([torch.zeros_like(one) if grad is None else grad for one, grad in gradients])
 
     def accumulate(self, gradient: Sequence[Tensor]) -> None:
         """Add a finite gradient, in the order of the parameters. A void sum stays void."""
@@ -171,9 +171,9 @@ class Run:
         if self.void:
             return
         if self.gradient is None:
-            self.gradient = list(gradient)
+            self.gradient = gradient
         else:
-            torch._foreach_add_(self.gradient, list(gradient))
+            vectors.add(self.gradient, gradient)
 
     def make_void(self, seq_id: int, error: str) -> None:
         """Drop the gradient since the last optim_step; the next one fails and names the first culprit."""

@@ -6,7 +6,8 @@ holds neither as an adapter nor as a gradient.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -20,18 +21,60 @@ LEAST = 1e-12
 """A norm under this may have lost squares that are too small for float32."""
 
 
+class Parts(Sequence[Tensor]):
+    """The tensors that a vector is made of: views of it, which are made when the first is asked for."""
+
+    def __init__(self, whole_N: Tensor, like: Sequence[Tensor]) -> None:
+        """Cut the vector in the shapes of `like`; what asks for gradients goes on asking."""
+        self.whole = whole_N
+        known = like.shapes if isinstance(like, Parts) else [(tensor.shape, tensor.requires_grad) for tensor in like]
+        self._shapes = known
+        self._views: list[Tensor] = []
+
+    @property
+    def shapes(self) -> list[tuple[torch.Size, bool]]:
+        """Of each tensor, and whether it asks for gradients."""
+        return self._shapes
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Tensor]: ...
+
+    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+        return self._cut()[index]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._cut())
+
+    def _cut(self) -> list[Tensor]:
+        if not self._views:
+            with torch.no_grad():
+                sizes = [size for shape, _ in self._shapes for size in (shape.numel(), _padding(shape.numel()))]
+                parts = self.whole.split(sizes)[::2]
+                views = [part.view(shape) for part, (shape, _) in zip(parts, self._shapes, strict=True)]
+            self._views = [view.requires_grad_(asks) for view, (_, asks) in zip(views, self._shapes, strict=True)]
+        return self._views
+
+
 def room_of(tensors: Sequence[Tensor]) -> int:
     """Return how many values the vector of these tensors has."""
-    return sum(_padded(tensor.numel()) for tensor in tensors)
+    return len(tensors.whole) if isinstance(tensors, Parts) else sum(_padded(tensor.numel()) for tensor in tensors)
 
 
-def laid_out(tensors: Sequence[Tensor]) -> list[Tensor]:
+def laid_out(tensors: Sequence[Tensor]) -> Parts:
     """Return copies that lie one behind another; what asks for gradients goes on asking."""
-    return cut(_copied(tensors), tensors) if tensors else []
+    return Parts(_copied(tensors), tensors)
 
 
 def vector_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return all values in order: where `cut` made the tensors, what it made them of, without a copy; else a copy."""
+    """Return all values in order: the vector that the tensors are parts of, without a copy; of others a copy."""
+    if isinstance(tensors, Parts):
+        return tensors.whole
     whole = tensors[0]._base if tensors else None  # torch has no other name for it
     if whole is None or whole.ndim != 1 or not whole.is_contiguous():
         return _copied(tensors)
@@ -45,16 +88,12 @@ def vector_of(tensors: Sequence[Tensor]) -> Tensor:
     return whole[begin:end] if end <= len(whole) else _copied(tensors)
 
 
-def cut(values_N: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the vector in the shapes that it was made of, without a copy; what asks for gradients goes on asking."""
-    with torch.no_grad():
-        sizes = [size for tensor in like for size in (tensor.numel(), _padding(tensor.numel()))]
-        parts = values_N.split(sizes)[::2]
-        views = [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
-    for view, tensor in zip(views, like, strict=True):
-        if tensor.requires_grad:
-            view.requires_grad_()
-    return views
+def add(to: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Add to each of some tensors."""
+    if isinstance(to, Parts) and isinstance(tensors, Parts):
+        to.whole.add_(tensors.whole)
+    else:
+        torch._foreach_add_(list(to), list(tensors))
 
 
 def norm(values_N: Tensor) -> float:
