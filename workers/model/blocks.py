@@ -1,29 +1,26 @@
 """The forward and backward of a pass, for decoders of the usual form: a layer is one node of the graph.
 
 What transformers' layers and autograd compute, with fewer calls: a pass of few tokens costs what is called as much as
-what is multiplied. Each layer keeps what its backward needs and goes through it in one function; attention alone is
-left to autograd, so that any rule of it serves. For a CPU and frozen weights; models of another form, those on an
-accelerator, and the training of all weights go through transformers.
+what is multiplied. What a layer computes is `block`'s. For a CPU and frozen weights; models of another form, those on
+an accelerator, and the training of all weights go through transformers.
 
-Weights are read where they lie at each pass, so they can be parked and brought back. Where memory asks for it, a layer
-keeps its input alone and computes the rest again (`recomputing`): by the same function, so the bits are the same.
+Where memory asks for it, a layer keeps its input alone and computes the rest again (`recomputing`): by the same
+function, so the bits are the same.
 
-Axes: `T` packed tokens, `D` hidden, `H` heads, `K` key-value heads, `N` the two together, `E` head size, `I` inputs,
-`O` outputs, `F` the inner size of the MLP.
+Axes: `T` packed tokens, `D` hidden, `E` head size.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from openrl.workers.model import attention, lora, norms, recomputing
-from openrl.workers.model.attention import Attend, Rule
+from openrl.workers.model import attention, lora, recomputing
+from openrl.workers.model.block import Adapted, Block, Kept, Pass, Rotation
 from openrl.workers.model.grouped import Spans
 from openrl.workers.model.loading import LoadedModel
-from openrl.workers.model.lora import MultiLoraLinear, Segment
 
 GATES = ("silu", "swish")
 """Names of the one activation whose gradient is known here."""
@@ -60,7 +57,7 @@ class Blocks(Stock):
         super().__init__(loaded)
         body: Any = loaded.model.base_model
         self._embedding, self._rotary, self._norm = body.embed_tokens, body.rotary_emb, body.norm
-        self._blocks = [_Block(number, layer, loaded) for number, layer in enumerate(body.layers)]
+        self._blocks = [Block(number, layer, loaded) for number, layer in enumerate(body.layers)]
 
     def hidden_states(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         """Return hidden states [T, D] behind the final norm; inside `packed` and `routing`."""
@@ -68,8 +65,8 @@ class Blocks(Stock):
             return super().hidden_states(tokens_T, positions_T)
         x_TD = nn.functional.embedding(tokens_T, self._embedding.weight)
         cos_1TE, sin_1TE = self._rotary(x_TD, positions_T.view(1, -1))
-        here = _Pass(
-            _Rotation.of(cos_1TE[0], sin_1TE[0]), attention.current(), recomputing.wanted(), torch.is_grad_enabled()
+        here = Pass(
+            Rotation.of(cos_1TE[0], sin_1TE[0]), attention.current(), recomputing.wanted(), torch.is_grad_enabled()
         )
         route = lora.current_route()
         for block in self._blocks:
@@ -77,248 +74,6 @@ class Blocks(Stock):
             x_TD = _Layer.apply(block, here, spans, x_TD, *factors)
         hidden_TD: Tensor = self._norm(x_TD)
         return hidden_TD
-
-
-class _Rotation(NamedTuple):
-    """Of each token's position. In `sin` the first half is negative: it meets the second half of a head."""
-
-    cos: Tensor
-    """[T, 1, E]."""
-    sin: Tensor
-    """[T, 1, E]."""
-
-    @classmethod
-    def of(cls, cos_TE: Tensor, sin_TE: Tensor) -> "_Rotation":
-        """Return it for the tables that transformers makes, of which both halves are the same."""
-        half_TE = sin_TE[:, : sin_TE.shape[1] // 2]
-        return cls(cos_TE[:, None], torch.cat([-half_TE, half_TE], 1)[:, None])
-
-    def turn(self, x_TNE: Tensor) -> Tensor:
-        """Rotate each pair of the first and the second half of a head (Su et al. 2021, "RoFormer")."""
-        return (x_TNE * self.cos).addcmul_(x_TNE.roll(x_TNE.shape[-1] // 2, -1), self.sin)
-
-    def turn_back(self, dx_TNE: Tensor) -> Tensor:
-        """Rotate the other way: what comes of a gradient."""
-        return (dx_TNE * self.cos).addcmul_(dx_TNE.roll(dx_TNE.shape[-1] // 2, -1), self.sin, value=-1)
-
-
-class _Pass(NamedTuple):
-    """What all layers of a pass share."""
-
-    rotation: _Rotation
-    attend: Attend
-    recomputes: bool
-    records: bool
-    """Whether a backward may follow."""
-
-
-class _Kept(NamedTuple):
-    """What a layer's backward needs beside the adapters' factors."""
-
-    normal: Tensor
-    """The input, normalized [T, D]."""
-    factor: Tensor
-    """What it was multiplied with, float32 [T, 1]."""
-    attention_in: Tensor
-    """[T, D]."""
-    heads_normal: Tensor
-    """Queries and keys, normalized [T, N, E]; empty where they aren't."""
-    heads_factor: Tensor
-    """[T, N, 1], or empty."""
-    seen: Tensor
-    """What attention gave [T, H * E]."""
-    mlp_normal: Tensor
-    """[T, D]."""
-    mlp_factor: Tensor
-    """[T, 1]."""
-    mlp_in: Tensor
-    """[T, D]."""
-    gate: Tensor
-    """[T, F]."""
-    up: Tensor
-    """[T, F]."""
-    gated: Tensor
-    """`silu(gate)` [T, F]."""
-    down_in: Tensor
-    """[T, F]."""
-
-
-class _Attended(NamedTuple):
-    """Attention as autograd keeps it."""
-
-    seen: Tensor
-    """[1, H, T, E]."""
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-
-
-Q, K, V, O, GATE, UP, DOWN = range(7)  # noqa: E741  # the letters of the field
-
-
-class _Block:
-    """One layer's modules: attention and MLP, each behind a norm and beside a residual."""
-
-    def __init__(self, number: int, layer: Any, loaded: LoadedModel) -> None:
-        attn, mlp = layer.self_attn, layer.mlp
-        self._number = number
-        self._linears: tuple[MultiLoraLinear, ...] = (
-            attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj,
-        )  # fmt: skip
-        self._norm, self._mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
-        self._head_norms = (attn.q_norm, attn.k_norm) if hasattr(attn, "q_norm") else None
-        self._heads_weight_NE: Tensor | None = None  # a copy: what is frozen doesn't change
-        self._rule = Rule.of(attn, loaded.arch)
-        sizes = [linear.out_features for linear in self._linears[: V + 1]]
-        self._head_dim: int = attn.head_dim
-        self._num_heads = sizes[Q] // self._head_dim
-        self._splits = sizes[Q], sizes[Q] + sizes[K], sum(sizes)
-
-    def shares(self, route: Sequence[Segment]) -> tuple[tuple[Spans, ...], list[Tensor]]:
-        """Return which tokens have an adapter, module by module, and the factors of all of them."""
-        spans, factors = [], []
-        for linear in self._linears:
-            of_linear, mine = lora.shares(linear.name, route)
-            spans.append(of_linear)
-            factors += mine
-        return tuple(spans), factors
-
-    def forward(
-        self, x_TD: Tensor, here: _Pass, adapted: "_Adapted", *, records: bool
-    ) -> tuple[Tensor, _Kept, _Attended]:
-        """[T, D] -> [T, D], and what backward needs; attention's part of it only if that `records`."""
-        normal_TD, factor_T1 = norms.normalized(x_TD, self._norm.eps)
-        y_TD = normal_TD * self._norm.weight
-        qkv_TO = x_TD.new_empty(len(x_TD), self._splits[V])
-        begin = 0
-        for which, end in zip((Q, K, V), self._splits, strict=True):
-            self._product(which, y_TD, adapted, qkv_TO[:, begin:end])
-            begin = end
-        qk_TNE, v_TKE = (
-            part.unflatten(1, (-1, self._head_dim)) for part in qkv_TO.tensor_split(self._splits[K : K + 1], 1)
-        )
-        heads_normal = heads_factor = x_TD.new_empty(0)
-        if self._head_norms is not None:
-            heads_normal, heads_factor = norms.normalized(qk_TNE, self._head_norms[0].eps)
-            qk_TNE = heads_normal * self._heads_weight()
-        attended = self._attend(here, here.rotation.turn(qk_TNE), v_TKE, records)
-        seen_TO = attended.seen.detach()[0].transpose(0, 1).reshape(len(x_TD), -1)
-        x_TD = self._added(O, x_TD, seen_TO, adapted)
-        mlp_normal_TD, mlp_factor_T1 = norms.normalized(x_TD, self._mlp_norm.eps)
-        y2_TD = mlp_normal_TD * self._mlp_norm.weight
-        gate_TF, up_TF = (self._product(which, y2_TD, adapted) for which in (GATE, UP))
-        gated_TF = nn.functional.silu(gate_TF)
-        z_TF = gated_TF * up_TF
-        kept = _Kept(
-            normal_TD, factor_T1, y_TD, heads_normal, heads_factor, seen_TO,
-            mlp_normal_TD, mlp_factor_T1, y2_TD, gate_TF, up_TF, gated_TF, z_TF,
-        )  # fmt: skip
-        return self._added(DOWN, x_TD, z_TF, adapted), kept, attended
-
-    def backward(
-        self, dy_TD: Tensor, here: _Pass, adapted: "_Adapted", kept: _Kept, attended: _Attended, wants_input: bool
-    ) -> Tensor | None:
-        """Gradient of the output [T, D] -> of the input, if that is wanted; those of the factors go to `adapted`."""
-        dz_TF = self._back(DOWN, dy_TD, kept.down_in, adapted)
-        dup_TF = dz_TF * kept.gated
-        dgate_TF = torch.ops.aten.silu_backward(dz_TF.mul_(kept.up), kept.gate)
-        din_TD = self._back(GATE, dgate_TF, kept.mlp_in, adapted)
-        din_TD = self._back(UP, dup_TF, kept.mlp_in, adapted, din_TD)
-        dx_TD = norms.gradient(din_TD, kept.mlp_normal, kept.mlp_factor, self._mlp_norm.weight, dy_TD)
-        if not (wants_input or adapted.has(Q, K, V, O)):
-            return None
-        dseen_TO = self._back(O, dx_TD, kept.seen, adapted)
-        dqk_TNE, dv_TO = self._attend_back(attended, dseen_TO)
-        dqk_TNE = here.rotation.turn_back(dqk_TNE)
-        if self._head_norms is not None:
-            dqk_TNE = norms.gradient(dqk_TNE, kept.heads_normal, kept.heads_factor, self._heads_weight())
-        dq_TO, dk_TO = dqk_TNE.flatten(1).tensor_split(self._splits[:1], 1)
-        if not wants_input:
-            for which, dy_TO in ((Q, dq_TO), (K, dk_TO), (V, dv_TO)):
-                adapted.back(which, dy_TO, kept.attention_in, None)
-            return None
-        din_TD = self._back(Q, dq_TO, kept.attention_in, adapted)
-        for which, dy_TO in ((K, dk_TO), (V, dv_TO)):
-            din_TD = self._back(which, dy_TO, kept.attention_in, adapted, din_TD)
-        return norms.gradient(din_TD, kept.normal, kept.factor, self._norm.weight, dx_TD)
-
-    def _product(self, which: int, x_TI: Tensor, adapted: "_Adapted", out_TO: Tensor | None = None) -> Tensor:
-        """Return what a linear layer gives, written to `out_TO` where that is given."""
-        linear = self._linears[which]
-        weight_IO = linear.weight.t()
-        if linear.bias is None:
-            out_TO = torch.mm(x_TI, weight_IO) if out_TO is None else torch.mm(x_TI, weight_IO, out=out_TO)
-        else:
-            out_TO = torch.addmm(linear.bias, x_TI, weight_IO, out=out_TO)
-        adapted.add(which, x_TI, out_TO)
-        return out_TO
-
-    def _added(self, which: int, x_TO: Tensor, y_TI: Tensor, adapted: "_Adapted") -> Tensor:
-        """Return `x_TO` plus what a linear layer gives for `y_TI`."""
-        linear = self._linears[which]
-        out_TO = torch.addmm(x_TO, y_TI, linear.weight.t())
-        if linear.bias is not None:
-            out_TO += linear.bias
-        adapted.add(which, y_TI, out_TO)
-        return out_TO
-
-    def _back(
-        self, which: int, dy_TO: Tensor, x_TI: Tensor, adapted: "_Adapted", dx_TI: Tensor | None = None
-    ) -> Tensor:
-        """Return the gradient of a linear layer's input, added to `dx_TI` where that is given."""
-        weight_OI = self._linears[which].weight
-        dx_TI = torch.mm(dy_TO, weight_OI) if dx_TI is None else dx_TI.addmm_(dy_TO, weight_OI)
-        adapted.back(which, dy_TO, x_TI, dx_TI)
-        return dx_TI
-
-    def _heads_weight(self) -> Tensor:
-        """What normalized queries and keys are multiplied with [N, E]."""
-        assert self._head_norms is not None, "this model doesn't normalize heads"
-        if self._heads_weight_NE is None:
-            num_keys = self._linears[K].out_features // self._head_dim
-            parts = zip(self._head_norms, (self._num_heads, num_keys), strict=True)
-            self._heads_weight_NE = torch.cat([norm.weight.detach().expand(num, -1) for norm, num in parts])
-        return self._heads_weight_NE
-
-    def _attend(self, here: _Pass, qk_TNE: Tensor, v_TKE: Tensor, records: bool) -> _Attended:
-        q_THE, k_TKE = qk_TNE[:, : self._num_heads], qk_TNE[:, self._num_heads :]
-        q, k, v = (each.transpose(0, 1)[None].requires_grad_(records) for each in (q_THE, k_TKE, v_TKE))
-        with torch.set_grad_enabled(records):
-            return _Attended(here.attend(self._number, q, k, v, self._rule), q, k, v)
-
-    def _attend_back(self, attended: _Attended, dseen_TO: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of queries and keys [T, N, E], and of values [T, K * E]."""
-        dseen_THE = dseen_TO.unflatten(1, (-1, self._head_dim))
-        ends = attended.queries, attended.keys, attended.values
-        dq, dk, dv = torch.autograd.grad(attended.seen, ends, dseen_THE.transpose(0, 1)[None])
-        return torch.cat([each[0].transpose(0, 1) for each in (dq, dk)], 1), dv[0].transpose(0, 1).flatten(1)
-
-
-class _Adapted:
-    """The adapters' part in one layer: their factors, what was computed between the two, and their gradients."""
-
-    def __init__(self, spans: Sequence[Spans], factors: Sequence[Tensor], inner: Sequence[Tensor] = ()) -> None:
-        self._spans = spans
-        given, kept = iter(factors), iter(inner)
-        self._factors = [[next(given) for _ in range(2 * len(mine))] for mine in spans]
-        self.inner: list[Sequence[Tensor]] = [[next(kept) for _ in mine if inner] for mine in spans]
-        self.gradients: list[Sequence[Tensor | None]] = [[None] * len(mine) for mine in self._factors]
-
-    def has(self, *which: int) -> bool:
-        """Tell whether one of these modules has an adapter."""
-        return any(self._spans[one] for one in which)
-
-    def add(self, which: int, x_TI: Tensor, y_TO: Tensor) -> None:
-        """Add to `y_TO` what the adapters of a module give."""
-        if self._spans[which]:
-            self.inner[which] = lora.add_shares(y_TO, x_TI, self._spans[which], self._factors[which])
-
-    def back(self, which: int, dy_TO: Tensor, x_TI: Tensor, dx_TI: Tensor | None) -> None:
-        """Take the gradients of a module's factors, and add to `dx_TI` what comes through them."""
-        if self._spans[which]:
-            self.gradients[which] = lora.share_gradients(
-                dy_TO, x_TI, self._spans[which], self._factors[which], self.inner[which], dx_TI
-            )
 
 
 def _all(lists: Sequence[Sequence[Any]]) -> Iterator[Any]:
@@ -329,10 +84,8 @@ class _Layer(torch.autograd.Function):
     """One layer as a node of the graph."""
 
     @staticmethod
-    def forward(
-        ctx: Any, block: _Block, here: _Pass, spans: tuple[Spans, ...], x_TD: Tensor, *factors: Tensor
-    ) -> Tensor:
-        adapted = _Adapted(spans, factors)
+    def forward(ctx: Any, block: Block, here: Pass, spans: tuple[Spans, ...], x_TD: Tensor, *factors: Tensor) -> Tensor:
+        adapted = Adapted(spans, factors)
         y_TD, kept, attended = block.forward(x_TD, here, adapted, records=here.records and not here.recomputes)
         if not here.records:
             return y_TD
@@ -350,12 +103,12 @@ class _Layer(torch.autograd.Function):
         number = 2 * sum(map(len, ctx.spans))
         if ctx.here.recomputes:
             x_TD, *factors = ctx.saved_tensors
-            adapted = _Adapted(ctx.spans, factors)
+            adapted = Adapted(ctx.spans, factors)
             _, kept, attended = ctx.block.forward(x_TD, ctx.here, adapted, records=True)
         else:
             saved, attended = ctx.saved_tensors, ctx.attended
-            kept = _Kept(*saved[number : number + len(_Kept._fields)])
-            adapted = _Adapted(ctx.spans, saved[:number], saved[number + len(_Kept._fields) :])
+            kept = Kept(*saved[number : number + len(Kept._fields)])
+            adapted = Adapted(ctx.spans, saved[:number], saved[number + len(Kept._fields) :])
             ctx.attended = None  # what autograd keeps of attention goes with this frame, not with the whole graph
         dx_TD = ctx.block.backward(dy_TD, ctx.here, adapted, kept, attended, ctx.needs_input_grad[3])
         return None, None, None, dx_TD, *_all(adapted.gradients)

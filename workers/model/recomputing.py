@@ -8,6 +8,7 @@ GPU in a thread of its own. The numbers are the same either way.
 import contextvars
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -29,6 +30,10 @@ come to about half as much again."""
 SHARE = 0.8
 """Of the memory that is left, what activations may take: the rest is for logits and gradients."""
 
+LITTLE = 0.02
+"""Of the memory that was left, what is given out without asking anew, for so many seconds:"""
+FRESH_S = 1.0
+
 _RECOMPUTES: contextvars.ContextVar[bool] = contextvars.ContextVar("openrl_recomputes", default=False)
 
 
@@ -42,12 +47,20 @@ class Recomputing:
         assert mode in ("auto", "on", "off"), mode
         self._mode = mode
         self._left = left or partial(left_bytes, loaded.device)
+        self._asked, self._known = -FRESH_S, 0
         self.bytes_per_token = kept_bytes_per_token(loaded)
 
     def for_tokens(self, num: int) -> AbstractContextManager[None]:
         """Return a `with` for the forward of a micro-batch of so many tokens; 0 where no backward follows."""
-        is_wanted = self._mode == "on" or (self._mode == "auto" and num * self.bytes_per_token > SHARE * self._left())
+        is_wanted = self._mode == "on" or (self._mode == "auto" and self._exceeds(num * self.bytes_per_token))
         return recomputed(is_wanted and num > 0)
+
+    def _exceeds(self, wanted_bytes: int) -> bool:
+        """Tell whether so much is more than there is; of little it is enough to have known so a moment ago."""
+        now = time.monotonic()
+        if now > self._asked + FRESH_S or wanted_bytes > LITTLE * self._known:
+            self._asked, self._known = now, self._left()
+        return wanted_bytes > SHARE * self._known
 
 
 @contextmanager

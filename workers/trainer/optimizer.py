@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.messages import OptimStep
-from openrl.workers.trainer.vectors import Parts, add, all_finite, norm, vector_of
+from openrl.workers.trainer.vectors import Parts, add, all_finite, norm, room_of, vector_of
 
 PIECE = 16 << 20
 """Values that a step over many works on at once: 64 MB each of parameters, gradients and both moments."""
@@ -39,7 +39,7 @@ class Moments:
 
 def is_finite(tensors: Sequence[Tensor]) -> bool:
     """Tell whether no value is NaN or infinite."""
-    if sum(tensor.numel() for tensor in tensors) > PIECE:  # too much to copy
+    if room_of(tensors) > PIECE and not isinstance(tensors, Parts):  # too much to copy
         return all(all_finite(tensor) for tensor in tensors if tensor.numel())
     return not tensors or all_finite(vector_of(tensors))
 
@@ -76,18 +76,10 @@ def adamw_step(
             f"the step is not finite (update norm {update_norm}, gradient norm {grad_norm}, "
             f"learning_rate {hyper.learning_rate}); it was refused"
         )
-    _add(parameters, values_N, updates_N)
+    add(parameters, Parts(updates_N, gradients))
     moments.exp_avg, moments.exp_avg_sq = Parts(avg_N, gradients), Parts(avg_sq_N, gradients)
     moments.step += 1
     return _metrics(grad_norm, update_norm, moments, hyper, is_clipped=is_clipped)
-
-
-def _add(parameters: Sequence[Tensor], values_N: Tensor, updates_N: Tensor) -> None:
-    """Add to the parameters; `values_N` is what they are parts of, or a copy of theirs."""
-    if values_N.data_ptr() == parameters[0].data_ptr():
-        values_N.add_(updates_N)
-    else:
-        add(parameters, Parts(updates_N, parameters))
 
 
 @torch.no_grad()

@@ -36,6 +36,8 @@ class Run:
     """The last operation that took effect here."""
     trained: Adapter | Masters | None = None
     """None before the run was created, and for ever if that failed."""
+    parts: vectors.Parts | None = None
+    """The parameters of an adapter that was adopted, as they lie in one vector."""
     failure: str = ""
     """Why the run could not be created."""
     train_attn: bool = True
@@ -76,8 +78,13 @@ class Run:
 
     def tensors(self) -> list[Sequence[Tensor]]:
         """Return parameters, both moments and gradient, in the order of the parameters; [] for what isn't there."""
-        parameters = self.trained.parameters() if self.trained is not None else []
-        return [parameters, self.moments.exp_avg, self.moments.exp_avg_sq, self.gradient or []]
+        return [self.parameters(), self.moments.exp_avg, self.moments.exp_avg_sq, self.gradient or []]
+
+    def parameters(self) -> Sequence[Tensor]:
+        """Return what is trained, in order; nothing before the run was created."""
+        if self.parts is not None:
+            return self.parts
+        return self.trained.parameters() if self.trained is not None else []
 
     def lie_on(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Take other tensors, of the same values, in place of those that `tensors` returns."""
@@ -85,6 +92,7 @@ class Run:
         if isinstance(self.trained, Masters):
             self.trained = replace(self.trained, weights=dict(zip(self.trained.weights, parameters, strict=True)))
         elif self.trained is not None:
+            self.parts = parameters if isinstance(parameters, vectors.Parts) else None
             factors = iter(parameters)
             for name in self.trained.weights:
                 self.trained.weights[name] = (next(factors), next(factors))
@@ -112,7 +120,7 @@ class Run:
             step=moments.step,
         )
         gradient = gradient and [copied(tensor) for tensor in gradient]
-        return replace(self, trained=trained, moments=moments, gradient=gradient)
+        return replace(self, trained=trained, parts=None, moments=moments, gradient=gradient)
 
     def adopt(self, trained: Adapter | Masters, moments: Moments | None = None) -> None:
         """Train these parameters from now on, with these moments or with none yet.
@@ -204,7 +212,7 @@ class Run:
         if gradient is None:
             raise InvalidRequest("no step was taken: nothing was accumulated; send a forward_backward first")
         if not isinstance(trained, Masters):
-            return adamw_step(trained.parameters(), gradient, self.moments, hyper)
+            return adamw_step(self.parameters(), gradient, self.moments, hyper)
         offloads = trained.tuning.offloads
         try:
             metrics = adamw_step_in_pieces(trained.parameters(), gradient, self.moments, hyper, offloads=offloads)

@@ -72,20 +72,8 @@ def laid_out(tensors: Sequence[Tensor]) -> Parts:
 
 
 def vector_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return all values in order: the vector that the tensors are parts of, without a copy; of others a copy."""
-    if isinstance(tensors, Parts):
-        return tensors.whole
-    whole = tensors[0]._base if tensors else None  # torch has no other name for it
-    if whole is None or whole.ndim != 1 or not whole.is_contiguous():
-        return _copied(tensors)
-    begin = at = tensors[0].storage_offset()
-    for tensor in tensors:
-        if tensor._base is not whole or tensor.storage_offset() != at or not tensor.is_contiguous():
-            return _copied(tensors)
-        at += _padded(tensor.numel())
-    begin -= whole.storage_offset()
-    end = begin + room_of(tensors)
-    return whole[begin:end] if end <= len(whole) else _copied(tensors)
+    """Return all values in order: the vector itself of its parts, of other tensors a copy."""
+    return tensors.whole if isinstance(tensors, Parts) else _copied(tensors)
 
 
 def add(to: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
