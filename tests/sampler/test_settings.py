@@ -23,8 +23,13 @@ def test_what_is_set_wins_over_the_defaults():
         ("MAX_CPU_LORAS", "2"),
         ("TENSOR_PARALLEL_SIZE", "0"),
         ("GPU_MEMORY_UTILIZATION", "1.1"),
+        ("PACKED_BYTES", "-1"),
     ],
 )
 def test_nonsense_is_refused_by_name(name, value):
     with pytest.raises(ValueError, match=f"OPENRL_SAMPLER_{name}"):
         SamplerSettings.from_env({f"OPENRL_SAMPLER_{name}": value})
+
+
+def test_the_copy_of_the_weights_can_be_turned_off():
+    assert SamplerSettings.from_env({"OPENRL_SAMPLER_PACKED_BYTES": "0"}).packed_bytes == 0

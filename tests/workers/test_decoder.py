@@ -1,26 +1,37 @@
 """The short way through a model against transformers' own, with adapters, on every family that takes it."""
 
+import gc
+import math
+
 import pytest
 import torch
 
+from openrl.workers.model import coordinates
 from openrl.workers.model.attention import hidden_states, packed, positions
-from openrl.workers.model.decoder import ARCHS, Decoder, way_through
+from openrl.workers.model.decoder import PARTS, Decoder, way_through
+from openrl.workers.model.families import family
 from openrl.workers.model.kv_cache import KVCache, Row, cached, row_positions
 from openrl.workers.model.loading import load
 from openrl.workers.model.lora import Adapter, Segment, routing
+from openrl.workers.model.packed import STEADY
+from openrl.workers.model.rotary import FIRST, Rotations
 from tests.model_families.zoo import ZOO, make_model
 
-FAMILIES = sorted(name for name in ZOO if ZOO[name]["model_type"] in ARCHS)
-"""Each of `ARCHS` has one at least."""
+FAMILIES = sorted(name for name in ZOO if family(ZOO[name]["model_type"]).usual)
+"""Each family of the usual form has one at least."""
 
 
+@pytest.mark.parametrize("packed_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_short_way_gives_what_transformers_does_with_two_adapters_and_none(tmp_path, name):
+def test_the_short_way_gives_what_transformers_does_with_two_adapters_and_none(tmp_path, name, packed_bytes):
     """Beginnings, then the rest of two and a token of the third: each row has its own adapter, or the base alone."""
     loaded = load(make_model(tmp_path, name), device="cpu", dtype=torch.float32)
-    way = way_through(loaded)
+    way = way_through(loaded, packed_bytes=packed_bytes)
     assert isinstance(way, Decoder)
-    adapters = [some_adapter(loaded, seed=1, rank=3), None, some_adapter(loaded, seed=2, rank=5)]
+    settle(way, loaded)
+    assert [copy.ready() for copy in copies(way)] == [packed_bytes > 0] * len(copies(way))
+    # Of the second, the blocks of queries, keys and values are too large to lie on one diagonal.
+    adapters = [some_adapter(loaded, seed=1, rank=3), None, some_adapter(loaded, seed=2, rank=40, scale=0.01)]
     sequences = [torch.randint(0, 256, (20,), generator=torch.Generator().manual_seed(i)) for i in range(3)]
     cache = KVCache(loaded, slots=3, max_length=32)
 
@@ -49,6 +60,99 @@ def test_weights_that_are_changed_in_place_are_those_of_the_next_step(tmp_path):
         torch.testing.assert_close(ours_TD, hidden_states(loaded, tokens, positions([6])), atol=1e-5, rtol=1e-5)
 
 
+def test_a_copy_of_the_weights_is_never_older_than_what_was_patched_in_place(tmp_path):
+    """As a version of a full run is: through another view of the memory, by numpy, and the count of changes goes up."""
+    loaded = load(make_model(tmp_path, "qwen3"), device="cpu", dtype=torch.float32)
+    way, tokens = way_through(loaded, packed_bytes=1 << 30), torch.arange(6)
+    settle(way, loaded)
+    assert all(copy.ready() for copy in copies(way))
+
+    for view in coordinates.views(loaded.model).values():
+        view.numpy()[...] *= 1.25
+        torch.autograd.graph.increment_version(view)
+
+    for _ in range(STEADY + 2):
+        ours_TD = step(way, KVCache(loaded, slots=1, max_length=8), [Row(0, 0, 6)], [tokens], [None])[0]
+        with torch.no_grad(), packed([6]):
+            torch.testing.assert_close(ours_TD, hidden_states(loaded, tokens, positions([6])), atol=1e-5, rtol=1e-5)
+    assert all(copy.ready() for copy in copies(way)), "made anew once the weights have stood for a while"
+
+
+def test_copies_of_the_weights_take_no_more_than_they_may(tmp_path):
+    loaded = load(make_model(tmp_path, "qwen3"), device="cpu", dtype=torch.float32)
+    layer = loaded.model.base_model.layers[0]
+    way = way_through(loaded, packed_bytes=sum(one.nbytes for one in layer.parameters() if one.ndim == 2))
+    settle(way, loaded)
+    each = [copy.ready() for copy in copies(way)]
+    assert each == [True] * PARTS + [False] * (len(each) - PARTS), "one layer has one"
+
+
+def test_what_was_made_of_an_adapter_goes_with_it(tmp_path):
+    loaded = load(make_model(tmp_path, "qwen3"), device="cpu", dtype=torch.float32)
+    way, tokens = way_through(loaded), torch.arange(6)
+    adapter = some_adapter(loaded, seed=1, rank=4)
+    step(way, KVCache(loaded, slots=1, max_length=8), [Row(0, 0, 6)], [tokens], [adapter])
+    kept = sum(tensor.numel() for tensor in way.tensors())
+    assert kept >= sum(a.numel() + b.numel() for name, (a, b) in adapter.weights.items() if name != loaded.head_name)
+
+    del adapter
+    gc.collect()
+
+    assert way.tensors() == []
+
+
+@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("up_proj",), ("o_proj", "down_proj")])
+def test_an_adapter_may_leave_some_of_those_with_one_input_alone(tmp_path, targets):
+    loaded = load(make_model(tmp_path, "qwen3"), device="cpu", dtype=torch.float32)
+    adapter, tokens = some_adapter(loaded, seed=1, rank=4), torch.arange(6)
+    adapter.weights = {name: pair for name, pair in adapter.weights.items() if name.endswith(targets)}
+    cache = KVCache(loaded, slots=1, max_length=8)
+
+    ours_TD = step(way_through(loaded), cache, [Row(0, 0, 6)], [tokens], [adapter])[0]
+
+    with torch.no_grad(), packed([6]), routing([Segment(0, 6, adapter)]):
+        torch.testing.assert_close(ours_TD, hidden_states(loaded, tokens, positions([6])), atol=1e-5, rtol=1e-5)
+
+
+def test_an_adapter_that_is_not_finite_spoils_its_own_rows_alone(tmp_path):
+    loaded = load(make_model(tmp_path, "qwen3"), device="cpu", dtype=torch.float32)
+    way, sequences = way_through(loaded, packed_bytes=1 << 30), [torch.arange(6)] * 3
+    settle(way, loaded)
+    broken, sound = some_adapter(loaded, seed=1, rank=4), some_adapter(loaded, seed=2, rank=4)
+    for a_RI, _ in broken.weights.values():
+        a_RI.data[0] = math.nan
+    rows = [Row(slot, 0, 6) for slot in range(3)]
+
+    parts = step(way, KVCache(loaded, slots=3, max_length=8), rows, sequences, [sound, broken, None])
+    again = step(way, KVCache(loaded, slots=3, max_length=8), rows, sequences, [sound, None, None])
+
+    assert not parts[1].isfinite().any()
+    assert torch.equal(parts[0], again[0])
+    assert torch.equal(parts[2], again[2])
+
+
+def test_rotations_are_those_of_the_model_however_far_the_table_has_grown(tmp_path):
+    module = load(make_model(tmp_path, "llama3"), device="cpu").model.base_model.rotary_emb
+    rotations, like = Rotations(module), torch.zeros(1)
+    for where in (torch.tensor([0, 3, 17]), torch.tensor([FIRST - 1, FIRST, 5 * FIRST])):
+        ours, (cos_1TE, sin_1TE) = rotations.at(where, like), module(like, where[None])
+        first_TE, second_TE = sin_1TE[0].chunk(2, -1)
+        assert torch.equal(ours.cos[:, 0], cos_1TE[0])
+        assert torch.equal(ours.of_first[:, 0], -first_TE)
+        assert torch.equal(ours.of_second[:, 0], second_TE)
+
+
+def settle(way, loaded):
+    """Let the weights stand for as many steps as it takes until they have a copy."""
+    for _ in range(STEADY + 1):
+        step(way, KVCache(loaded, slots=1, max_length=8), [Row(0, 0, 2)], [torch.arange(2)], [None])
+
+
+def copies(way):
+    """Return all that may be a copy of weights."""
+    return [group.packed for layer in way._layers for group in layer._made]
+
+
 def step(way, cache, rows, sequences, adapters):
     """One forward of these rows; sequences and adapters are by slot."""
     tokens, segments, begin = [], [], 0
@@ -60,9 +164,9 @@ def step(way, cache, rows, sequences, adapters):
     return hidden_TD.split([row.length for row in rows])
 
 
-def some_adapter(loaded, *, seed, rank, **flags):
+def some_adapter(loaded, *, seed, rank, scale=0.1, **flags):
     """A random adapter, B not zero."""
     made = Adapter.init(loaded, rank=rank, seed=seed, **flags)
     for _, b_OR in made.weights.values():
-        b_OR.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(seed))
+        b_OR.data.normal_(0, scale, generator=torch.Generator().manual_seed(seed))
     return made

@@ -20,29 +20,7 @@ from openrl.workers.model.attention import Attend, Rule
 from openrl.workers.model.grouped import Spans
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.lora import MultiLoraLinear, Segment
-
-
-class Rotation(NamedTuple):
-    """Of each token's position. In `sin` the first half is negative: it meets the second half of a head."""
-
-    cos: Tensor
-    """[T, 1, E]."""
-    sin: Tensor
-    """[T, 1, E]."""
-
-    @classmethod
-    def of(cls, cos_TE: Tensor, sin_TE: Tensor) -> "Rotation":
-        """Return it for the tables that transformers makes, of which both halves are the same."""
-        half_TE = sin_TE[:, : sin_TE.shape[1] // 2]
-        return cls(cos_TE[:, None], torch.cat([-half_TE, half_TE], 1)[:, None])
-
-    def turn(self, x_TNE: Tensor) -> Tensor:
-        """Rotate each pair of the first and the second half of a head (Su et al. 2021, "RoFormer")."""
-        return (x_TNE * self.cos).addcmul_(x_TNE.roll(x_TNE.shape[-1] // 2, -1), self.sin)
-
-    def turn_back(self, dx_TNE: Tensor) -> Tensor:
-        """Rotate the other way: what comes of a gradient."""
-        return (dx_TNE * self.cos).addcmul_(dx_TNE.roll(dx_TNE.shape[-1] // 2, -1), self.sin, value=-1)
+from openrl.workers.model.rotary import Rotation
 
 
 class Pass(NamedTuple):

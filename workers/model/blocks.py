@@ -7,7 +7,7 @@ an accelerator, and the training of all weights go through transformers.
 Where memory asks for it, a layer keeps its input alone and computes the rest again (`recomputing`): by the same
 function, so the bits are the same.
 
-Axes: `T` packed tokens, `D` hidden, `E` head size.
+Axes: `T` packed tokens, `D` hidden.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from openrl.workers.model import attention, lora, recomputing
-from openrl.workers.model.block import Adapted, Block, Kept, Pass, Rotation
+from openrl.workers.model.block import Adapted, Block, Kept, Pass
 from openrl.workers.model.grouped import Spans
 from openrl.workers.model.loading import LoadedModel
+from openrl.workers.model.rotary import Rotations
 
 GATES = ("silu", "swish")
 """Names of the one activation whose gradient is known here."""
@@ -56,7 +57,8 @@ class Blocks(Stock):
     def __init__(self, loaded: LoadedModel) -> None:
         super().__init__(loaded)
         body: Any = loaded.model.base_model
-        self._embedding, self._rotary, self._norm = body.embed_tokens, body.rotary_emb, body.norm
+        self._embedding, self._norm = body.embed_tokens, body.norm
+        self._rotations = Rotations(body.rotary_emb)
         self._blocks = [Block(number, layer, loaded) for number, layer in enumerate(body.layers)]
 
     def hidden_states(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
@@ -64,10 +66,8 @@ class Blocks(Stock):
         if self._embedding.weight.requires_grad:
             return super().hidden_states(tokens_T, positions_T)
         x_TD = nn.functional.embedding(tokens_T, self._embedding.weight)
-        cos_1TE, sin_1TE = self._rotary(x_TD, positions_T.view(1, -1))
-        here = Pass(
-            Rotation.of(cos_1TE[0], sin_1TE[0]), attention.current(), recomputing.wanted(), torch.is_grad_enabled()
-        )
+        rotation = self._rotations.at(positions_T.view(-1), x_TD)
+        here = Pass(rotation, attention.current(), recomputing.wanted(), torch.is_grad_enabled())
         route = lora.current_route()
         for block in self._blocks:
             spans, factors = block.shares(route)

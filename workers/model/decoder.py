@@ -1,14 +1,15 @@
 """The forward of a step in a cache, without gradients, for decoders of the usual form.
 
 What transformers' layers compute, with fewer calls: a step of few tokens costs what is called, not what is
-multiplied. Outputs of a layer's products lie in memory that all layers of a step share, queries and keys are
-normalized and rotated together, and what a residual adds is added by the product itself. For a CPU; models of another
-form, those on an accelerator, and whatever needs gradients go through transformers.
+multiplied. Outputs of a layer's products lie in memory that all layers share (`room`), an adapter's factors are put
+together once (`stacked`), rotations are looked up (`rotary`), and what a residual adds is added by the product itself.
+For a CPU; models of another form, those on an accelerator, and whatever needs gradients go through transformers.
 
-Weights are never copied: each step reads them where they lie, so they can be patched, parked and brought back.
+Weights are read where they lie, so they can be patched, parked and brought back; or, as far as the caller gives room
+for it, from a copy that follows them (`packed`).
 
 Axes: `T` packed tokens, `S` those of a segment, `D` hidden, `H` heads, `K` key-value heads, `N` the two together, `E`
-head size, `I` inputs, `O` outputs, `R` rank, `F` the inner size of the MLP. Squares of a norm are summed in float32.
+head size, `I` inputs, `O` outputs. Squares of a norm are summed in float32.
 """
 
 from collections.abc import Sequence
@@ -21,16 +22,22 @@ from openrl.workers.model import attention
 from openrl.workers.model.attention import Rule
 from openrl.workers.model.kv_cache import Appending
 from openrl.workers.model.loading import LoadedModel
-from openrl.workers.model.lora import MultiLoraLinear, Segment, current_route
+from openrl.workers.model.lora import MultiLoraLinear, current_route
 from openrl.workers.model.norms import RootMeanSquareNorm, normalized
+from openrl.workers.model.packed import Budget, Packed
+from openrl.workers.model.room import Room, Rooms, Sizes
+from openrl.workers.model.rotary import Rotation, Rotations
+from openrl.workers.model.stacked import Stacked, Stacks
 
-ARCHS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Values of `model_type` whose layers are built of `_Layer`'s parts in its order."""
+PARTS = 4
+"""Groups of linear layers with one input, in each layer: to heads, from heads, into the MLP, out of it."""
 
 
-def way_through(loaded: LoadedModel) -> "Decoder | Stock":
-    """Return the cheapest way through a model."""
-    return Decoder(loaded) if loaded.arch in ARCHS and loaded.device.type == "cpu" else Stock(loaded)
+def way_through(loaded: LoadedModel, *, packed_bytes: int = 0) -> "Decoder | Stock":
+    """Return the cheapest way through a model; copies of its weights may take `packed_bytes` beside it."""
+    if loaded.family.usual and loaded.device.type == "cpu":
+        return Decoder(loaded, packed_bytes=packed_bytes)
+    return Stock(loaded)
 
 
 class Stock:
@@ -43,157 +50,193 @@ class Stock:
         """Return hidden states [T, D] behind the final norm; inside `cached`."""
         return attention.hidden_states(self._loaded, tokens_T, positions_T)
 
+    def weights_changed(self) -> None:
+        """Hear that the model's weights were changed in place."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return what was computed from adapters and is kept with them."""
+        return []
+
 
 class Decoder:
-    """A model of the usual form, by the short way."""
+    """A model of the usual form, by the short way. One thread only."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, *, packed_bytes: int = 0) -> None:
         body: Any = loaded.model.base_model
-        self._embedding, self._rotary = body.embed_tokens, body.rotary_emb
-        self._layers = [_Layer(number, layer, loaded) for number, layer in enumerate(body.layers)]
+        self._embedding, self._rotations = body.embed_tokens, Rotations(body.rotary_emb)
+        budget = Budget(packed_bytes)
+        self._layers = [_Layer(number, layer, loaded, budget) for number, layer in enumerate(body.layers)]
         self._norm = _Norm(body.norm)
+        self._rooms = Rooms(self._layers[0].sizes)
+        self._stacked = Stacked([group for layer in self._layers for group in layer.groups], loaded.dtype)
 
     def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, cache: Appending) -> Tensor:
         """Return hidden states [T, D] behind the final norm, without gradients."""
         with torch.no_grad():
             x_TD = nn.functional.embedding(tokens_T, self._embedding.weight)
-            rotation = _rotation(*self._rotary(x_TD, positions_T.view(1, -1)))
-            room, route = self._layers[0].room(x_TD), current_route()
+            num_tokens = len(tokens_T)
+            rotation = self._rotations.at(positions_T.view(-1), x_TD)
+            step = _Step(num_tokens, self._rooms.of(num_tokens, x_TD), rotation, cache, self._shares(num_tokens))
             for layer in self._layers:
-                x_TD = layer.forward(x_TD, rotation, room, cache, route)
-            return self._norm.apply(x_TD)
+                x_TD = layer.forward(x_TD, step)
+            return self._norm.into(torch.empty_like(x_TD), x_TD, step.room.factor_T1)
+
+    def weights_changed(self) -> None:
+        """Hear that the model's weights were changed in place: no copy of them is used any more."""
+        for layer in self._layers:
+            layer.forget()
+
+    def tensors(self) -> list[Tensor]:
+        """Return what was computed from adapters and is kept with them. Any thread may ask."""
+        return self._stacked.tensors()
+
+    def _shares(self, num_tokens: int) -> list["_Share"]:
+        return [
+            _Share(self._stacked.of(one.adapter), one.start, one.stop, one.stop - one.start == num_tokens)
+            for one in current_route()
+            if one.adapter is not None
+        ]
 
 
-class _Room(NamedTuple):
-    """Where the products of one layer go, and then the next one's."""
+class _Share(NamedTuple):
+    """The tokens of one adapter in a step."""
 
-    q: Tensor
-    """[T, H * E]."""
-    k: Tensor
-    """[T, K * E]."""
-    v: Tensor
-    """[T, K * E]."""
-    qk: Tensor
-    """`q` and `k`, head by head: [T, N, E]."""
-    v_heads: Tensor
-    """`v`, head by head: [T, K, E]."""
-    gate: Tensor
-    """[T, F]."""
-    up: Tensor
-    """[T, F]."""
+    stacks: Stacks
+    start: int
+    stop: int
+    is_all: bool
+
+    def add(self, number: int, x_TI: Tensor, out_TO: Tensor) -> None:
+        """Add what the adapter has for a group of linear layers."""
+        if (stack := self.stacks[number]) is None:
+            return
+        if self.is_all:
+            stack.add(x_TI, out_TO)
+        else:
+            stack.add(x_TI[self.start : self.stop], out_TO[self.start : self.stop])
 
 
-class _Rotation(NamedTuple):
-    """Of each token's position. In `sin` the first half is negative: it meets the second half of a head."""
+class _Step(NamedTuple):
+    """What the layers of a step share."""
 
-    cos: Tensor
-    """[T, 1, E]."""
-    sin: Tensor
-    """[T, 1, E]."""
+    num_tokens: int
+    room: Room
+    rotation: Rotation
+    cache: Appending
+    shares: Sequence[_Share]
 
 
 class _Norm:
-    """A root-mean-square norm as `openrl.workers.model.norms` computes it, in what it gives anew."""
+    """A root-mean-square norm as `openrl.workers.model.norms` computes it."""
 
     def __init__(self, norm: RootMeanSquareNorm) -> None:
         self.weight, self._eps = norm.weight, norm.eps
+        self._eps_0 = torch.tensor(norm.eps)
 
-    def apply(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
-        return self.without_weight(x).mul_(self.weight)
+    def into(self, out: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+        """Fill `out` with what the norm gives for `x`, both [..., D], with `factor` [..., 1] float32 as room."""
+        return self.without_weight(out, x, factor).mul_(self.weight)
 
-    def without_weight(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., D]."""
-        return normalized(x, self._eps)[0]
+    def without_weight(self, out: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+        """Fill `out`, which may be `x` itself."""
+        if x.dtype is not torch.float32:
+            return out.copy_(normalized(x, self._eps)[0])
+        torch.linalg.vector_norm(x, dim=-1, keepdim=True, out=factor)
+        torch.addcmul(self._eps_0, factor, factor, value=1 / x.shape[-1], out=factor)
+        return torch.mul(x, factor.rsqrt_(), out=out)
+
+
+class _Group:
+    """Linear layers with one input, whose outputs lie side by side."""
+
+    def __init__(self, number: int, linears: Sequence[MultiLoraLinear], budget: Budget) -> None:
+        self.linears = linears
+        self._number = number
+        self._pairs = [(linear.weight, linear.bias) for linear in linears]
+        self.packed = Packed(linears, budget)
+
+    def of(self, x_TI: Tensor, step: _Step, out_TO: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """Return what the layers give; in `out_TO`, which is `parts` side by side, or in memory of its own."""
+        # A single row is no product of matrices: its weights are read once, as they lie.
+        if step.num_tokens > 1 and self.packed.ready():
+            out_TO = self.packed.product(x_TI)
+        else:
+            for (weight_OI, bias_O), part in zip(self._pairs, parts, strict=True):
+                if bias_O is None:
+                    torch.mm(x_TI, weight_OI.t(), out=part)
+                else:
+                    torch.addmm(bias_O, x_TI, weight_OI.t(), out=part)
+        return self._with_shares(out_TO, x_TI, step)
+
+    def added(self, to_TO: Tensor, x_TI: Tensor, step: _Step) -> Tensor:
+        """Return `to_TO`, which may be changed, plus what the one layer gives."""
+        ((weight_OI, bias_O),) = self._pairs
+        if step.num_tokens > 1 and self.packed.ready():
+            out_TO = self.packed.added(x_TI, to_TO)
+        else:
+            out_TO = to_TO.addmm_(x_TI, weight_OI.t())
+            if bias_O is not None:
+                out_TO += bias_O
+        return self._with_shares(out_TO, x_TI, step)
+
+    def _with_shares(self, out_TO: Tensor, x_TI: Tensor, step: _Step) -> Tensor:
+        for share in step.shares:
+            share.add(self._number, x_TI, out_TO)
+        return out_TO
 
 
 class _Layer:
     """Attention and MLP, each behind a norm and beside a residual."""
 
-    def __init__(self, number: int, layer: Any, loaded: LoadedModel) -> None:
+    def __init__(self, number: int, layer: Any, loaded: LoadedModel, budget: Budget) -> None:
         attn, mlp = layer.self_attn, layer.mlp
         self._number = number
-        self._q, self._k, self._v, self._o = attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj
-        self._gate, self._up, self._down, self._act = mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn
+        self._act = mlp.act_fn
         self._before_attention, self._before_mlp = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
         self._of_heads = (_Norm(attn.q_norm), _Norm(attn.k_norm)) if hasattr(attn, "q_norm") else None
-        self._head_dim: int = attn.head_dim
-        self._num_heads: int = self._q.out_features // self._head_dim
-        # Mistral's layers ask the config each time.
-        of = attn.config if loaded.arch == "mistral" else attn
-        self._rule = Rule(attn.scaling, getattr(of, "sliding_window", None))
+        self._rule = Rule.of(attn, loaded.arch)
+        head_dim: int = attn.head_dim
+        of_heads = (attn.q_proj.out_features // head_dim, attn.k_proj.out_features // head_dim, head_dim)
+        self.sizes = Sizes(attn.o_proj.out_features, *of_heads, mlp.gate_proj.out_features)
+        self.groups = (
+            [attn.q_proj, attn.k_proj, attn.v_proj],
+            [attn.o_proj],
+            [mlp.gate_proj, mlp.up_proj],
+            [mlp.down_proj],
+        )
+        made = [_Group(PARTS * number + i, linears, budget) for i, linears in enumerate(self.groups)]
+        self._to_heads, self._from_heads, self._into_mlp, self._out_of_mlp = self._made = made
 
-    def room(self, x_TD: Tensor) -> _Room:
-        """Return what the layers of a step of these tokens share; all are of one shape."""
-        sizes = [linear.out_features for linear in (self._q, self._k, self._v)]
-        qk, v = x_TD.new_empty(len(x_TD), sum(sizes)).split([sizes[0] + sizes[1], sizes[2]], 1)
-        gate, up = x_TD.new_empty(2, len(x_TD), self._gate.out_features)
-        qk_heads, v_heads = (each.unflatten(1, (-1, self._head_dim)) for each in (qk, v))
-        return _Room(qk[:, : sizes[0]], qk[:, sizes[0] :], v, qk_heads, v_heads, gate, up)
+    def forward(self, x_TD: Tensor, step: _Step) -> Tensor:
+        """[T, D] -> [T, D], where `x_TD` was or elsewhere; tokens meet in the cache alone."""
+        room = step.room
+        y_TD = self._before_attention.into(room.normal_TD, x_TD, room.factor_T1)
+        qkv = self._to_heads.of(y_TD, step, room.qkv, (room.q, room.k, room.v))
+        if qkv is not room.qkv:
+            room.qkv.copy_(qkv)
+        self._norm_heads(room)
+        _rotate(room, step.rotation)
+        seen_THE = step.cache.attend(self._number, room.rotated_q_THE, room.rotated_k_TKE, room.v_TKE, self._rule)
+        x_TD = self._from_heads.added(x_TD, seen_THE.flatten(1), step)
+        y_TD = self._before_mlp.into(room.normal_TD, x_TD, room.factor_T1)
+        gate_TF, up_TF = self._into_mlp.of(y_TD, step, room.gate_up, (room.gate, room.up)).chunk(2, 1)
+        return self._out_of_mlp.added(x_TD, self._act(gate_TF).mul_(up_TF), step)
 
-    def forward(
-        self, x_TD: Tensor, rotation: _Rotation, room: _Room, cache: Appending, route: Sequence[Segment]
-    ) -> Tensor:
-        """[T, D] -> [T, D]; tokens meet in the cache alone."""
-        y_TD = self._before_attention.apply(x_TD)
-        for linear, out_TO in ((self._q, room.q), (self._k, room.k), (self._v, room.v)):
-            _product(linear, y_TD, route, out_TO)
-        rotated_TNE = _rotated(self._normed_heads(room.qk), rotation)
-        q_THE, k_TKE = rotated_TNE[:, : self._num_heads], rotated_TNE[:, self._num_heads :]
-        seen_THE = cache.attend(self._number, q_THE, k_TKE, room.v_heads, self._rule)
-        x_TD = _added(x_TD, self._o, seen_THE.reshape(len(x_TD), -1), route)
-        y_TD = self._before_mlp.apply(x_TD)
-        _product(self._gate, y_TD, route, room.gate)
-        _product(self._up, y_TD, route, room.up)
-        return _added(x_TD, self._down, self._act(room.gate).mul_(room.up), route)
+    def forget(self) -> None:
+        """Use no copy that was made so far."""
+        for group in self._made:
+            group.packed.forget()
 
-    def _normed_heads(self, qk_TNE: Tensor) -> Tensor:
-        if self._of_heads is None:
-            return qk_TNE
-        of_q, of_k = self._of_heads
-        normal_TNE = of_q.without_weight(qk_TNE)
-        normal_TNE[:, : self._num_heads].mul_(of_q.weight)
-        normal_TNE[:, self._num_heads :].mul_(of_k.weight)
-        return normal_TNE
-
-
-def _rotation(cos_1TE: Tensor, sin_1TE: Tensor) -> _Rotation:
-    """Return what `_rotated` multiplies with, of the tables that transformers makes."""
-    half = sin_1TE.shape[-1] // 2
-    first, second = sin_1TE.split(half, -1)
-    return _Rotation(cos_1TE[0, :, None], torch.cat([-first, second], -1)[0, :, None])
+    def _norm_heads(self, room: Room) -> None:
+        if self._of_heads is not None:
+            of_q, of_k = self._of_heads
+            of_q.without_weight(room.qk_TNE, room.qk_TNE, room.factor_TN1)
+            room.q_THE.mul_(of_q.weight)
+            room.k_TKE.mul_(of_k.weight)
 
 
-def _rotated(x_TNE: Tensor, rotation: _Rotation) -> Tensor:
+def _rotate(room: Room, rotation: Rotation) -> None:
     """Rotate each pair of the first and the second half of a head (Su et al. 2021, "RoFormer")."""
-    return (x_TNE * rotation.cos).addcmul_(x_TNE.roll(x_TNE.shape[-1] // 2, -1), rotation.sin)
-
-
-def _product(linear: MultiLoraLinear, x_TI: Tensor, route: Sequence[Segment], out_TO: Tensor) -> None:
-    """Fill `out_TO` with what the linear layer gives."""
-    if linear.bias is None:
-        torch.mm(x_TI, linear.weight.t(), out=out_TO)
-    else:
-        torch.addmm(linear.bias, x_TI, linear.weight.t(), out=out_TO)
-    _add_lora(linear.name, x_TI, route, out_TO)
-
-
-def _added(x_TO: Tensor, linear: MultiLoraLinear, y_TI: Tensor, route: Sequence[Segment]) -> Tensor:
-    """Return `x_TO` plus what the linear layer gives for `y_TI`."""
-    out_TO = torch.addmm(x_TO, y_TI, linear.weight.t())
-    if linear.bias is not None:
-        out_TO += linear.bias
-    _add_lora(linear.name, y_TI, route, out_TO)
-    return out_TO
-
-
-def _add_lora(name: str, x_TI: Tensor, route: Sequence[Segment], out_TO: Tensor) -> None:
-    """Add each segment's own share; the narrow side of a product comes first, as `lora` explains."""
-    for segment in route:
-        if segment.adapter is not None and (factors := segment.adapter.factors(name)):
-            a_RI, b_OR, scale = factors
-            part = slice(segment.start, segment.stop)
-            x_SI, out_SO = (x_TI, out_TO) if segment.stop - segment.start == len(x_TI) else (x_TI[part], out_TO[part])
-            if a_RI.dtype is not x_SI.dtype:
-                a_RI, b_OR = a_RI.to(x_SI.dtype), b_OR.to(x_SI.dtype)
-            out_SO.addmm_(torch.mm(a_RI, x_SI.t()).t(), b_OR.t(), alpha=scale)
+    torch.mul(room.qk_TNE, rotation.cos, out=room.rotated_TNE)
+    room.rotated_first.addcmul_(room.second, rotation.of_first)
+    room.rotated_second.addcmul_(room.first, rotation.of_second)

@@ -52,11 +52,11 @@ class KVCache:
     def __init__(
         self, loaded: "LoadedModel", *, slots: int, max_length: int, memory: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """Take new memory, or lie over `memory`: keys and values [layers, K, slots * max_length, D] of others."""
-        shape = (loaded.num_layers, loaded.num_kv_heads, slots * max_length, loaded.head_dim)
+        """Take new memory, or lie over `memory`: keys and values [layers, slots * max_length, K, D] of others."""
+        shape = (loaded.num_layers, slots * max_length, loaded.num_kv_heads, loaded.head_dim)
         self.memory = memory or (_zeros(shape, loaded), _zeros(shape, loaded))
-        """Keys and values [layers, K, slots * L, D]."""
-        self.keys, self.values = (one.unflatten(2, (slots, max_length)).transpose(1, 2) for one in self.memory)
+        """Keys and values [layers, slots * L, K, D]: what one token has of them in a layer lies together."""
+        self.keys, self.values = (one.unflatten(1, (slots, max_length)).transpose(2, 3) for one in self.memory)
         """[layers, slots, K, L, D]"""
         self.slots, self.max_length = slots, max_length
         self.lengths = [0] * slots
@@ -69,7 +69,7 @@ class KVCache:
         All are powers of two. Slots of different pools that overlap must not be in use at the same time, and one
         must be cleared before another that overlaps it is used.
         """
-        shape = (loaded.num_layers, loaded.num_kv_heads, tokens, loaded.head_dim)
+        shape = (loaded.num_layers, tokens, loaded.num_kv_heads, loaded.head_dim)
         memory = (_zeros(shape, loaded), _zeros(shape, loaded))
         sizes = [smallest << i for i in range((tokens // smallest).bit_length())]
         return tuple(cls(loaded, slots=tokens // size, max_length=size, memory=memory) for size in sizes)
@@ -155,23 +155,31 @@ class Appending:
     """What a forward's rows write into the cache, and how they attend."""
 
     def __init__(self, caches: Sequence[KVCache], rows: Sequence[Row]) -> None:
-        self._keys, self._values = caches[0].memory
+        keys, values = caches[0].memory
+        self._keys, self._values = keys.unbind(), values.unbind()
         pairs = zip(caches, rows, strict=True)
         places = [range(begin := row.slot * one.max_length + row.start, begin + row.length) for one, row in pairs]
-        self._places_T = torch.tensor(list(chain.from_iterable(places)), device=self._keys.device)
+        self._places_T = torch.tensor(list(chain.from_iterable(places)), device=keys.device)
         """Where in the memory each token's keys and values lie."""
         self._batches = _batches(caches, rows)
         self._sizes = [batch.num_tokens for batch in self._batches]
+        self._cut: tuple[Tensor | None, Sequence[Tensor]] = (None, ())
+        """Queries that were cut for the batches, and the parts: a decoder's layers all have theirs in one place."""
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
         """Append keys and values, and return what the queries see, [T, H, D]."""
-        self._keys[layer].index_copy_(1, self._places_T, k_TKD.transpose(0, 1))
-        self._values[layer].index_copy_(1, self._places_T, v_TKD.transpose(0, 1))
+        self._keys[layer].index_copy_(0, self._places_T, k_TKD)
+        self._values[layer].index_copy_(0, self._places_T, v_TKD)
         if len(self._batches) == 1:
             return self._batches[0].attend(layer, q_THD, k_TKD, v_TKD, rule)
-        split = [each.split(self._sizes) for each in (q_THD, k_TKD, v_TKD)]
-        parts = zip(self._batches, *split, strict=True)
-        return torch.cat([batch.attend(layer, q, k, v, rule) for batch, q, k, v in parts])
+        if self._cut[0] is not q_THD:
+            self._cut = (q_THD, q_THD.split_with_sizes(self._sizes))
+        seen, stop = [], 0
+        for batch, q in zip(self._batches, self._cut[1], strict=True):
+            start, stop = stop, stop + batch.num_tokens
+            k, v = (None, None) if batch.reads_cache else (k_TKD[start:stop], v_TKD[start:stop])
+            seen.append(batch.attend(layer, q, k, v, rule))
+        return torch.cat(seen)
 
     def transposed(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
         """`attend` for transformers: queries [1, H, T, D], keys and values [1, K, T, D] -> [1, H, T, D]."""
@@ -182,10 +190,14 @@ class Appending:
 class _Beginnings:
     """The first tokens of several sequences, equally many of each."""
 
+    reads_cache = False
+    """Whether it finds keys and values there, and needs none beside the queries."""
+
     def __init__(self, rows: Sequence[Row]) -> None:
         self.length, self.num_tokens = rows[0].length, len(rows) * rows[0].length
 
-    def attend(self, _layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
+    def attend(self, _layer: int, q_THD: Tensor, k_TKD: Tensor | None, v_TKD: Tensor | None, rule: Rule) -> Tensor:
+        assert k_TKD is not None and v_TKD is not None
         q, k, v = (each.unflatten(0, (-1, self.length)).transpose(1, 2) for each in (q_THD, k_TKD, v_TKD))
         return causal(q, k, v, rule).transpose(1, 2).flatten(0, 1)
 
@@ -193,12 +205,14 @@ class _Beginnings:
 class _Prefill:
     """Several tokens of one row, which is under way."""
 
+    reads_cache = True
+
     def __init__(self, cache: KVCache, row: Row) -> None:
         self.cache, self.row, self.num_tokens = cache, row, row.length
         self.masks: dict[int | None, Tensor] = {}
         """By window: layers that see equally far share one."""
 
-    def attend(self, layer: int, q_THD: Tensor, _k_TKD: Tensor, _v_TKD: Tensor, rule: Rule) -> Tensor:
+    def attend(self, layer: int, q_THD: Tensor, _k_TKD: Tensor | None, _v_TKD: Tensor | None, rule: Rule) -> Tensor:
         slot, start, stop = self.row.slot, self.row.start, self.row.start + self.row.length
         if rule.window not in self.masks:
             self.masks[rule.window] = seen(start, stop, rule, q_THD)
@@ -214,6 +228,8 @@ class _Decode:
     more. Only rows that are spread thinly are gathered.
     """
 
+    reads_cache = True
+
     def __init__(self, cache: KVCache, rows: Sequence[Row]) -> None:
         device = cache.keys.device
         self.cache, self.num_tokens = cache, len(rows)
@@ -224,22 +240,25 @@ class _Decode:
         self.span = slice(first, last + 1) if last - first < 2 * len(rows) else None
         exact = self.span is None or slots == list(range(first, last + 1))
         self.places = None if exact else self.slots - first
-        self.masks: dict[int | None, Tensor | None] = {}
-        """By window: layers that see equally far share one."""
+        self.read: dict[int | None, tuple[Sequence[Tensor], Sequence[Tensor], Tensor | None]] = {}
+        """By window, as layers that see equally far share it: each layer's keys and values, and the mask."""
+        self.queries: tuple[Tensor | None, Tensor] = (None, self.starts)
+        """Queries, and the same by heads of keys: a decoder's layers all have theirs in one place."""
 
-    def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, _v_TKD: Tensor, rule: Rule) -> Tensor:
-        num_rows, num_heads, head_dim = q_THD.shape
-        q_BKGD = q_THD.reshape(num_rows, k_TKD.shape[1], -1, head_dim)
-        if self.places is not None:
-            q_BKGD = self._spread(q_BKGD)
-        if rule.window not in self.masks:
-            self.masks[rule.window] = self._mask(rule, q_THD.dtype)
-        first = rule.first(self.shortest)
-        k, v = (self._held(one[layer], first) for one in (self.cache.keys, self.cache.values))
-        out_BKGD = masked(q_BKGD, k, v, self.masks[rule.window], rule)
+    def attend(self, layer: int, q_THD: Tensor, _k_TKD: Tensor | None, _v_TKD: Tensor | None, rule: Rule) -> Tensor:
+        if self.queries[0] is not q_THD:
+            self.queries = (q_THD, q_THD.unflatten(1, (self.cache.keys.shape[2], -1)))
+        q_BKGD = self.queries[1] if self.places is None else self._spread(self.queries[1])
+        if rule.window not in self.read:
+            self.read[rule.window] = (*self._read(rule), self._mask(rule, q_THD.dtype))
+        keys, values, mask = self.read[rule.window]
+        k, v = keys[layer], values[layer]
+        if self.span is None:
+            k, v = k.index_select(0, self.slots), v.index_select(0, self.slots)
+        out_BKGD = masked(q_BKGD, k, v, mask, rule)
         if self.places is not None:
             out_BKGD = out_BKGD[self.places]
-        return out_BKGD.reshape(num_rows, num_heads, head_dim)
+        return out_BKGD.reshape(q_THD.shape)
 
     def _mask(self, rule: Rule, dtype: torch.dtype) -> Tensor | None:
         """What each row sees of the positions that are read, [B, 1, 1, L]; None where that is all."""
@@ -258,9 +277,10 @@ class _Decode:
         spread = rows.new_zeros(self.span.stop - self.span.start, *rows.shape[1:])
         return spread.index_copy_(0, self.places, rows)
 
-    def _held(self, store: Tensor, first: int) -> Tensor:
-        read = store[:, :, first : self.longest]
-        return read[self.span] if self.span is not None else read.index_select(0, self.slots)
+    def _read(self, rule: Rule) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return each layer's keys and values [slots, K, L, D] in the span, or in all of the cache where it is None."""
+        held, span = slice(rule.first(self.shortest), self.longest), self.span or slice(None)
+        return self.cache.keys[:, span, :, held].unbind(), self.cache.values[:, span, :, held].unbind()
 
 
 def _batches(caches: Sequence[KVCache], rows: Sequence[Row]) -> list[_Beginnings | _Prefill | _Decode]:

@@ -12,6 +12,7 @@ Axes: B rows, V vocabulary, K best tokens or draws, N blocks of the vocabulary, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -88,10 +89,16 @@ def top_logprobs(logprobs_BV: Tensor, k: int) -> codec.Candidates:
 
 def uniforms(seeds: Sequence[int], sequences: Sequence[int], positions: Sequence[int]) -> np.ndarray:
     """Return one float64 in [0, 1) per (seed, sequence, position), the same for the same three numbers."""
-    state = np.array([seed & MASK_64 for seed in seeds], dtype=np.uint64)
-    for part in (sequences, positions):
-        state = _mix(_mix(state) + np.array(part, dtype=np.uint64))
+    state = np.array([_stream(seed, number) for seed, number in zip(seeds, sequences, strict=True)], dtype=np.uint64)
+    state = _mix(state + np.array(positions, dtype=np.uint64))
     return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@lru_cache(maxsize=4096)
+def _stream(seed: int, sequence: int) -> int:
+    """Return what a position is added to: of one sequence it is the same at each step."""
+    states = np.array([seed & MASK_64], dtype=np.uint64)
+    return int(_mix(_mix(_mix(states) + np.array([sequence], dtype=np.uint64)))[0])
 
 
 def _mix(state: np.ndarray) -> np.ndarray:

@@ -20,6 +20,9 @@ VLLM_HEADS = ("llama", "qwen3", "qwen3_moe")
 MOST_VLLM_HEAD = 258048
 """The largest vocabulary on whose unembedding vLLM 0.32 and 0.33 put adapters."""
 
+MAY_BE_NONE = ("packed_bytes",)
+"""Settings that 0 turns off."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerSettings:
@@ -36,6 +39,10 @@ class SamplerSettings:
     prefill_tokens: int = 512
     """Tokens of prompts, and of sequences that had given way, read per step beside the running sequences: what a long
     prompt may delay them by."""
+
+    packed_bytes: int = 1 << 30
+    """On a CPU, what a second copy of the layers' weights may take, from which a few rows are multiplied a third
+    faster: as many layers as fit have one. None where accelerators are shared. 0 turns it off."""
 
     versions: int = 16
     """Adapters kept in memory beyond those in use; others are loaded again on demand. vLLM keeps no more than
@@ -91,8 +98,11 @@ class SamplerSettings:
                     f"{PREFIX}{name.upper()} must be {' or '.join(choices)}; it is {getattr(self, name)!r}"
                 )
         for field in fields(self):
-            if type(field.default) is not str and not getattr(self, field.name) > 0:
-                raise ValueError(f"{PREFIX}{field.name.upper()} must be above 0; it is {getattr(self, field.name)}")
+            value = getattr(self, field.name)
+            if type(field.default) is str or value > 0 or (field.name in MAY_BE_NONE and value == 0):
+                continue
+            least = "0 or more" if field.name in MAY_BE_NONE else "above 0"
+            raise ValueError(f"{PREFIX}{field.name.upper()} must be {least}; it is {value}")
         if self.max_lora_rank not in LORA_RANKS:
             raise ValueError(f"{PREFIX}MAX_LORA_RANK must be one of {LORA_RANKS}; it is {self.max_lora_rank}")
         if self.max_cpu_loras < self.max_loras:

@@ -93,11 +93,15 @@ class TorchEngine(InHand[Adapter]):
         num_slots: int,
         kv_tokens: int,
         prefill_tokens: int,
+        packed_bytes: int = 0,
     ) -> None:
-        """Run at most `num_slots` sequences on a cache of `kv_tokens` positions, a power of two."""
+        """Run at most `num_slots` sequences on a cache of `kv_tokens` positions, a power of two.
+
+        Copies of the model's weights may take `packed_bytes`.
+        """
         super().__init__(versions, decode)
         self._loaded = loaded
-        self._model = decoder.way_through(loaded)
+        self._model = decoder.way_through(loaded, packed_bytes=packed_bytes)
         self._threads = Threads()
         self._flops_per_token = loaded.flops_per_token
         self._prefill_tokens = prefill_tokens
@@ -111,8 +115,9 @@ class TorchEngine(InHand[Adapter]):
         return self._pools
 
     def adapters(self) -> list[Tensor]:
-        """Return the tensors of the versions in memory. Any thread may ask."""
-        return [tensor for adapter in self._versions.adapters() for tensor in adapter.parameters()]
+        """Return the tensors of the versions in memory, and of what was made of them. Any thread may ask."""
+        versions = [tensor for adapter in self._versions.adapters() for tensor in adapter.parameters()]
+        return versions + self._model.tensors()
 
     @property
     def loaded(self) -> LoadedModel:
@@ -122,6 +127,7 @@ class TorchEngine(InHand[Adapter]):
     def weights_changed(self) -> None:
         """Hear that the model's own weights were changed in place: nothing computed from the old ones is left."""
         assert not self._groups, "requests are on the old weights"
+        self._model.weights_changed()
 
     def wake(self) -> None:
         """Do nothing: no step waits for long."""
@@ -187,6 +193,7 @@ class TorchEngine(InHand[Adapter]):
     def _take_over(self, group: Group, pairs: list[tuple[Row, Outcome]]) -> list[Finished]:
         """Note what the rows of one group gave."""
         try:
+            self._slots.charge(group.tenant, sum(len(row.tokens) for row, _ in pairs))
             for row, outcome in pairs:
                 self._note(row, outcome)
         except Exception as failure:
@@ -198,7 +205,6 @@ class TorchEngine(InHand[Adapter]):
 
     def _note(self, row: Row, outcome: Outcome) -> None:
         group, one = row.group, row.sequence
-        self._slots.charge(group.tenant, len(row.tokens))
         one.num_held += len(row.tokens)
         if row.reads_prompt:
             group.read_prompt(outcome.scores)
@@ -224,7 +230,9 @@ class TorchEngine(InHand[Adapter]):
         drawing = [i for i, row in enumerate(rows) if row.draws]
         if not drawing:
             return outcomes
-        last_BD = hidden_TD[torch.tensor([ends[i] - 1 for i in drawing], device=hidden_TD.device)]
+        last_BD = hidden_TD
+        if len(drawing) < ends[-1]:
+            last_BD = hidden_TD[torch.tensor([ends[i] - 1 for i in drawing], device=hidden_TD.device)]
         logits_BV = head_logits(self._loaded, last_BD, _segments([(rows[i].group.adapter, 1) for i in drawing]))
         wishes = [wish for source, i in enumerate(drawing) for wish in _wishes(rows[i], source)]
         for wish, token in zip(wishes, _drawn(logits_BV, wishes), strict=True):

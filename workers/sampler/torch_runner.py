@@ -28,11 +28,11 @@ def version_loader(data_dir: Path, loaded: LoadedModel) -> Callable[[str], Adapt
 
     def load_version(directory: str) -> Adapter:
         path = layout.existing(data_dir, directory)
-        base_digest = manifest.verify(path).base_digest
-        if base_digest and loaded.digest and base_digest != loaded.digest:
+        found, contents = manifest.contents(path)
+        if found.base_digest and loaded.digest and found.base_digest != loaded.digest:
             raise InvalidRequest("these weights were trained on another base than the one served under its name")
         with torch.inference_mode(False):  # tensors of inference mode don't say when they were changed
-            return load_adapter(path, loaded)
+            return load_adapter(path, loaded, contents=contents)
 
     return load_version
 
@@ -63,6 +63,7 @@ def runner(
         num_slots=settings.slots,
         kv_tokens=settings.kv_tokens,
         prefill_tokens=settings.prefill_tokens,
+        packed_bytes=settings.packed_bytes if shared is None else 0,
     )
     if shared is not None:
         shared.hold(lambda: [*loaded.tensors(), *engine.adapters()])
