@@ -220,6 +220,61 @@ def test_versions_for_samplers_are_a_chain_that_a_reader_follows(tmp_path: Path)
     assert furthest(resident.tensors, expected)[0] == 0
 
 
+def version(bench: FullBench, run: Run, name: str) -> dict[str, torch.Tensor]:
+    """Save a version for samplers; return what a reader makes of it, from its anchor."""
+    row = json.loads(bench.did(run, SaveWeightsForSampler(name=name)).rows[0].value)
+    path, digest = bench.data_dir / row["directory"], row["weights_digest"]
+    resident = Resident.blank(links.read(path.parent, path.name, digest=digest).specs)
+    with Reader(path.parent, resident).prepare(path.name, digest=digest) as switch:
+        switch.apply()
+    return resident.tensors
+
+
+def stepped(bench: FullBench, run: Run, seed: int) -> None:
+    """Take a step, as the engine does."""
+    bench.did(run, forward_backward(lengths=[6, 11], seed=seed))
+    bench.did(run, OptimStep(learning_rate=1e-5))
+    bench.device.foresee(run)
+
+
+@pytest.mark.parametrize("then", ["publish", "step", "load"])
+def test_a_version_that_was_encoded_ahead_is_published_only_for_the_weights_that_it_is_of(
+    tmp_path: Path, then: str
+) -> None:
+    bench = FullBench(tiny.make_tiny_model(tmp_path / "model", dtype=torch.bfloat16), tmp_path / "data")
+    run = bench.full_run()
+    saved = bench.saved(run)
+    chain = None
+    for number in range(2):
+        stepped(bench, run, number)
+        version(bench, run, f"v{number}")
+        [chain] = bench.checkpoints._versions._chains.values()
+        assert chain.staged is None
+    stepped(bench, run, 7)
+    assert chain is not None and chain.staged is not None
+    if then == "step":
+        bench.did(run, forward_backward(lengths=[6, 11], seed=8))
+        bench.did(run, OptimStep(learning_rate=1e-3))
+    elif then == "load":
+        load = {"checkpoint_path": "x", "checkpoint_dir": saved["directory"], "with_optimizer": False}
+        bench.did(run, LoadWeights(**load))
+    found = version(bench, run, "last")
+    expected = {name: one.bfloat16() for name, one in run.weights().named_parameters()}
+    assert furthest(found, expected)[0] == 0 and chain.staged is None
+
+
+def test_no_version_is_encoded_ahead_of_a_run_that_has_stopped_to_publish(tmp_path: Path) -> None:
+    bench = FullBench(tiny.make_tiny_model(tmp_path / "model", dtype=torch.bfloat16), tmp_path / "data")
+    run, staged = bench.full_run(), []
+    for number in range(6):
+        stepped(bench, run, number)
+        chains = bench.checkpoints._versions._chains
+        staged.append(run in chains and chains[run].staged is not None)
+        if number < 2:
+            version(bench, run, f"v{number}")
+    assert staged == [False, False, True, False, False, False]
+
+
 def test_what_follows_a_version_that_was_not_registered_does_not_lead_on_from_it(bench: FullBench) -> None:
     run = bench.full_run()
     first = bench.did(run, SaveWeightsForSampler(name="a"))

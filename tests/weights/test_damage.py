@@ -10,6 +10,7 @@ import random
 import shutil
 import tempfile
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -87,15 +88,41 @@ def damage(path: Path, others: list[Path], draw: random.Random) -> str:
     return f"{kind} at {at} of {path.parent.name}/{path.name}"
 
 
-def started(kept: Resident, draw: random.Random) -> Resident:
-    """A reader's weights: some version, none, or one that somebody wrote into."""
+def started(kept: Resident) -> Resident:
+    """A reader's weights: some version, or none."""
     resident = Resident(copied(kept.tensors))
     if kept.at is not None:
         resident.settle(kept.at, kept.digests)
-    if draw.random() < 0.1:
-        for name, tensor in step(resident.tensors, draw.randrange(99), 0.5).items():
-            resident.tensors[name].copy_(tensor)
     return resident
+
+
+def harm(resident: Resident, others: list[Resident], draw: random.Random) -> str:
+    """Do now and then one harm to a reader's weights; say which."""
+    kind = draw.choice(["", "", "", "half", "one", "swapped", "stale"])
+    tensors = resident.tensors
+    if kind == "half":
+        for name, tensor in step(tensors, draw.randrange(99), 0.5).items():
+            tensors[name].copy_(tensor)
+    elif kind == "one":  # where the next delta changes something, or where it doesn't
+        filled = [name for name, words in resident.words.items() if len(words)]
+        if filled:
+            name = draw.choice(filled)
+            words, is_bool = resident.words[name], resident.specs[name].dtype == "BOOL"
+            bit = 0 if is_bool else draw.randrange(8 * words.itemsize)
+            words[draw.randrange(len(words))] ^= words.dtype.type(1 << bit)
+    elif kind == "swapped":
+        pairs = [
+            pair for pair in combinations(sorted(tensors), 2) if resident.specs[pair[0]] == resident.specs[pair[1]]
+        ]
+        if pairs:
+            one, other = draw.choice(pairs)
+            kept = tensors[one].clone()
+            tensors[one].copy_(tensors[other])
+            tensors[other].copy_(kept)
+    elif kind == "stale":  # it takes itself for another version than it is
+        other = draw.choice([each for each in others if each.at is not None])
+        resident.settle(other.at, other.digests)
+    return kind
 
 
 def check(chain: Chain, target: int, resident: Resident, what: str) -> bool:
@@ -121,11 +148,15 @@ def campaign(seed: int, shapes: list, density: float, *, cases: int) -> None:
         shutil.copytree(found.home, Path(folder) / "kept")
         for _ in range(cases):
             path, target = draw.choice(files), draw.randrange(len(NAMES))
-            resident = started(draw.choice(found.readers), draw)
-            check(found, target, resident, damage(path, files, draw))
+            resident = started(draw.choice(found.readers))
+            done = harm(resident, found.readers, draw)
+            check(found, target, resident, f"{done} {damage(path, files, draw)}")
             shutil.rmtree(path.parent, ignore_errors=True)
             shutil.copytree(Path(folder) / "kept" / path.parent.name, path.parent)
-        assert check(found, 3, started(found.readers[-1], random.Random(1)), "nothing")
+            if done:  # alone, since a damaged file hides what only a harm would show
+                harm(resident, found.readers, draw)
+                check(found, target, resident, f"{done}, and another harm")
+        assert check(found, 3, started(found.readers[-1]), "nothing")
 
 
 CASES = given(st.integers(0, 2**32), SHAPES, st.sampled_from([0.0, 0.01, 0.1, 0.5, 1.0]))

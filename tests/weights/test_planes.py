@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from openrl.tasks.errors import InvalidRequest
 from openrl.workers.weights import planes
 from openrl.workers.weights.digests import block_digest
-from openrl.workers.weights.planes import CHUNK, Piece, decode, encode, patch
+from openrl.workers.weights.patches import patch
+from openrl.workers.weights.planes import CHUNK, Piece, decode, encode
 
 DTYPES = [np.dtype(name) for name in ("u1", "<u2", "<u4", "<u8")]
 SIZES = st.one_of(st.integers(1, 600), st.sampled_from([CHUNK - 1, CHUNK, CHUNK + 7, 2 * CHUNK + 3]))

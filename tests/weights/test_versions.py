@@ -133,6 +133,42 @@ def test_a_chain_that_is_as_large_as_all_weights_ends_with_an_anchor(tmp_path: P
     assert same(go(reader(tmp_path, versions[0]), "v7"), versions[7])
 
 
+def test_what_was_staged_is_published_as_the_very_files_of_what_was_not(tmp_path: Path):
+    versions = steps(5)
+    publish(tmp_path / "plain", *versions, anchor_every=3)
+    publisher = Publisher(tmp_path / "staged", anchor_every=3, threads=1)
+    for number, weights in enumerate(versions):
+        staged = publisher.stage(copied(weights), gives=True)
+        assert (staged is None) == (number == 0)
+        publisher.publish(f"v{number}", staged or weights, step=number)
+    for path in sorted(each for each in (tmp_path / "plain").rglob("*") if each.is_file()):
+        assert (tmp_path / "staged" / path.relative_to(tmp_path / "plain")).read_bytes() == path.read_bytes()
+
+
+def test_what_was_staged_before_another_version_leads_on_from_that_one(tmp_path: Path):
+    first, between, second = steps(3)
+    publisher = publish(tmp_path, first)
+    staged = publisher.stage(second)
+    assert staged is not None and [path.name for path in tmp_path.iterdir()] == ["v0"]
+    publisher.publish("v1", between, step=1)
+    link = publisher.publish("v2", staged, step=2)
+    assert link.parent is not None and link.parent.name == "v1"
+    reading = reader(tmp_path, first)
+    for name, weights in [("v1", between), ("v2", second), ("v0", first)]:
+        assert same(go(reading, name), weights)
+    with pytest.raises(InvalidRequest, match="was given to the publisher before"):
+        publisher.publish("v3", staged, step=3)
+
+
+def test_weights_that_were_staged_and_not_given_away_may_change_before_they_are_published(tmp_path: Path):
+    first, second = steps(2)
+    publisher, kept = publish(tmp_path, first), copied(second)
+    staged = publisher.stage(second)
+    second["norm.weight"].fill_(7.0)
+    publisher.publish("v1", staged, step=1)
+    assert same(go(reader(tmp_path, first), "v1"), kept)
+
+
 def test_another_set_of_tensors_is_published_as_an_anchor(tmp_path: Path):
     first = model()
     second = {name: tensor for name, tensor in first.items() if name != "norm.weight"}

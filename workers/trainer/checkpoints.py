@@ -122,6 +122,11 @@ class Checkpoints:
         result = {"type": "save_weights_external", "path": checkpoint.uri, "size_bytes": checkpoint.size_bytes}
         return Outcome(result=_json(result), rows=(checkpoint_row(run.tenant, checkpoint),))
 
+    def foresee(self, run: Run) -> None:
+        """Hear that a full run has taken a step, before anybody asks for a version of it."""
+        if run.is_full:
+            self._versions.foresee(run)
+
     def discard(self, outcome: Outcome) -> None:
         """Delete the directories that an outcome's rows name: they won't be registered."""
         self._versions.forget()

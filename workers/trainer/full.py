@@ -8,7 +8,7 @@ files. Knows neither operations nor losses; it stands where a LoRA run has its a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -31,6 +31,13 @@ class FullTuning:
     """The type of versions for samplers; None: the one that each tensor of the base model has on disk."""
 
 
+@dataclass(slots=True)
+class Edition:
+    """How often weights were written: what was made of an earlier edition is not of them."""
+
+    number: int = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Masters:
     """The float32 weights by their names in the checkpoint, and the model that they are for."""
@@ -43,6 +50,7 @@ class Masters:
     """There is no adapter: what rows and manifests say."""
     alpha: float = 0.0
     targets: tuple[str, ...] = ()
+    edition: Edition = field(default_factory=Edition)
 
     @classmethod
     def of_base(cls, loaded: LoadedModel, tuning: FullTuning) -> Self:
@@ -81,7 +89,8 @@ class Masters:
 
     @torch.no_grad()
     def install(self) -> None:
-        """Make the model in memory what the masters are, in its own type."""
+        """Make the model in memory what the masters are, in its own type; whoever has changed these calls it."""
+        self.edition.number += 1
         for name, view in coordinates.views(self.loaded.model).items():
             view.copy_(self.weights[name])
 

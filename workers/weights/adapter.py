@@ -24,7 +24,8 @@ from typing import Any, Protocol, Self
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.numpy import save_file as save_arrays
+from safetensors.torch import load, load_file, save_file
 from torch import Tensor
 
 from openrl.tasks.errors import InvalidRequest
@@ -73,7 +74,7 @@ class Base(Protocol):
         """The modules that these flags select, in the model's own order."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Adapter:
     """The factors of one run or version. Compared and hashed by identity: two equal ones are still two runs'."""
 
@@ -173,13 +174,18 @@ def save_adapter(directory: Path, adapter: Adapter, base_model_name: str) -> Non
     (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def load_adapter(directory: Path, base: Base, *, trainable: bool = False) -> Adapter:
+def load_adapter(
+    directory: Path, base: Base, *, trainable: bool = False, contents: Mapping[str, bytes] | None = None
+) -> Adapter:
     """Read a PEFT LoRA directory for `base`; every name, shape, type and number is checked first.
+
+    `contents` is what its files hold, by name, where that was read already.
 
     Raises:
         InvalidRequest: not a plain LoRA, not for this base, torn, or holding a non-finite number.
     """
-    config = _config(directory)
+    contents = contents or {}
+    config = _config(directory, contents.get(CONFIG_FILE))
     rank, alpha = config["r"], float(config["lora_alpha"])
     targets = _targeted(base, config["target_modules"])
     expected = {
@@ -188,7 +194,7 @@ def load_adapter(directory: Path, base: Base, *, trainable: bool = False) -> Ada
         for single in _singles(name, base.shapes[name])
         for factor, shape in _factor_shapes(base.shapes[name], rank).items()
     }
-    tensors = load_tensors(directory / WEIGHTS_FILE, expected)
+    tensors = load_tensors(directory / WEIGHTS_FILE, expected, content=contents.get(WEIGHTS_FILE))
     weights = {name: _joined(tensors, name, base.shapes[name]) for name in targets}
     return Adapter(rank=rank, alpha=alpha, weights=weights).to(base.device).requires_grad_(trainable)
 
@@ -204,22 +210,27 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], *, dtypes: Mapping[s
         for name, tensor in tensors.items()
     }
     try:
-        save_file(ready, path, metadata={"format": "pt"})
+        if dtypes:
+            save_file(ready, path, metadata={"format": "pt"})
+        else:  # the same bytes, without what else is done for each tensor, which takes longer than to write them
+            save_arrays({name: tensor.numpy() for name, tensor in ready.items()}, path, metadata={"format": "pt"})
     except SafetensorError as error:  # which hides an OSError in its text
         number = re.search(r"os error (\d+)", str(error))
         code = int(number[1]) if number else errno.EIO
         raise OSError(code, os.strerror(code), str(path)) from error
 
 
-def load_tensors(path: Path, expected: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """Read exactly the tensors of `expected` (name -> shape) as float32 on the CPU.
+def load_tensors(
+    path: Path, expected: Mapping[str, Sequence[int]], *, content: bytes | None = None
+) -> dict[str, Tensor]:
+    """Read exactly the tensors of `expected` (name -> shape) as float32 on the CPU; `content`: the file's, if known.
 
     Raises:
         InvalidRequest: unreadable; a name is missing or too many; a shape or type is wrong; a number isn't finite.
     """
     what = f"{path.name} of weights {path.parent.name!r}"
     try:
-        tensors = load_file(path, device="cpu")
+        tensors = load_file(path, device="cpu") if content is None else load(content)
     except (OSError, SafetensorError) as error:
         raise InvalidRequest(f"{what} can't be read as safetensors") from error
     missing, surplus = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
@@ -245,10 +256,10 @@ def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
     return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
 
 
-def _config(directory: Path) -> dict[str, Any]:
+def _config(directory: Path, content: bytes | None) -> dict[str, Any]:
     what = f"{CONFIG_FILE} of weights {directory.name!r}"
     try:
-        config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+        config = json.loads((directory / CONFIG_FILE).read_bytes() if content is None else content)
     except (OSError, ValueError) as error:
         raise InvalidRequest(f"{what} can't be read as JSON") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":

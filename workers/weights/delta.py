@@ -5,11 +5,9 @@ digest of the file tell a torn one before a frame is read. `planes` knows what i
 """
 
 import os
-from contextlib import AbstractContextManager
 from itertools import accumulate, pairwise
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 from openrl.tasks.errors import InvalidRequest
 from openrl.workers.weights import planes
@@ -21,11 +19,11 @@ FILENAME = "delta.bin"
 MAGIC = b"OPENRLD3"
 
 
-class DeltaWriter(AbstractContextManager["DeltaWriter"]):
-    """Writes pieces one after another; `file` says afterwards what was written."""
+class DeltaWriter:
+    """Writes pieces one after another to a file or to memory; `file` says afterwards what was written."""
 
-    def __init__(self, path: Path) -> None:
-        self._out = path.open("xb")
+    def __init__(self, out: BinaryIO) -> None:
+        self._out = out
         self._digest = Hasher()
         self._size = 0
         self._write(MAGIC)
@@ -40,11 +38,6 @@ class DeltaWriter(AbstractContextManager["DeltaWriter"]):
     def file(self) -> File:
         """What was written until now."""
         return File(self._size, self._digest.hexdigest())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._out.close()
 
     def _write(self, data: bytes) -> None:
         self._out.write(data)

@@ -3,6 +3,10 @@
 Weights are digested with XXH3 (Collet, github.com/Cyan4973/xxHash), which keeps up with memory: SHA-256 over a model
 would take longer than all the rest of a hand-off. It guards against accidents, not against somebody who may write into
 the directory and would also write the manifest. Manifests are tied to each other by SHA-256. Without torch.
+
+A tensor's digest is over all of its bits, also where a delta changed few of them. One that is updated for changes alone
+(sums of hashes of place and value) would catch a torn file, a wrong place and a wrong base where it changes something;
+it would vouch for weights that were altered, or swapped, where no delta touches them.
 """
 
 import hashlib

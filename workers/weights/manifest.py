@@ -92,14 +92,36 @@ def verify(directory: Path) -> Manifest:
         InvalidRequest: also when a file is missing or differs.
     """
     manifest = read(directory)
-    for name, expected in manifest.files.items():
-        path = directory / name
-        if Path(name).name != name or not path.is_file():
-            raise InvalidRequest(f"weights {directory.name!r} lack the file {name!r}")
-        found = _entry(path)
-        if found != expected:
-            raise InvalidRequest(f"file {name!r} of weights {directory.name!r} differs from its manifest")
+    for name in manifest.files:
+        _require(_entry(_file(directory, name)), manifest, directory, name)
     return manifest
+
+
+def contents(directory: Path) -> tuple[Manifest, dict[str, bytes]]:
+    """Do so, and return what the files hold by name, each read once: what is used is what was compared.
+
+    Raises:
+        InvalidRequest: as `verify`.
+    """
+    manifest = read(directory)
+    found: dict[str, bytes] = {}
+    for name in manifest.files:
+        content = found[name] = _file(directory, name).read_bytes()
+        entry = {"sha256": hashlib.sha256(content).hexdigest(), "size_bytes": len(content)}
+        _require(entry, manifest, directory, name)
+    return manifest, found
+
+
+def _file(directory: Path, name: str) -> Path:
+    path = directory / name
+    if Path(name).name != name or not path.is_file():
+        raise InvalidRequest(f"weights {directory.name!r} lack the file {name!r}")
+    return path
+
+
+def _require(found: Mapping[str, Any], manifest: Manifest, directory: Path, name: str) -> None:
+    if found != manifest.files[name]:
+        raise InvalidRequest(f"file {name!r} of weights {directory.name!r} differs from its manifest")
 
 
 def _values(manifest: Manifest) -> dict[str, Any]:

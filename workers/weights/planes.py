@@ -27,11 +27,16 @@ from openrl.tasks.errors import InvalidRequest, shown
 from openrl.workers.weights.digests import Hasher
 from openrl.workers.weights.specs import Words
 
-LEVEL = 1
-"""Of zstd: on random changes, level 3 made larger frames in more time."""
+PACKING = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST, window_log=22, hash_log=6, min_match=7, write_content_size=1
+)
+"""Of zstd: only long repeats are looked for, which are the zeros of high planes. What else repeats there does so by
+chance: levels 1 and 3 spend time on that, and make larger frames."""
 
 CHUNK = 1 << 19
 """Elements compared at once: few enough for a cache, enough that threads don't wait for the interpreter's lock."""
+
+SCRATCH_BYTES = 8 * CHUNK
 
 _MORE = 255
 _GAPS_BELOW, _DENSE_ABOVE = 0.25, 0.25
@@ -56,9 +61,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A decoded change: what to add, and the positions (int64, ascending) that it belongs to; None means all."""
+    """A decoded change: what to add, and the positions (int32, ascending) that it belongs to; None means all."""
 
-    positions: NDArray[np.int64] | None
+    positions: NDArray[np.int32] | None
     values: Words
 
     @property
@@ -92,7 +97,7 @@ def decode(
     """
     check(form, count, len(frames), size=size, width=dtype.itemsize)
     if form == "same":
-        return Change(np.empty(0, np.int64), np.empty(0, dtype))
+        return Change(np.empty(0, np.int32), np.empty(0, dtype))
     if form == "dense":
         every = _joined(frames, size, dtype)
         if np.count_nonzero(every) != count:
@@ -118,21 +123,9 @@ def check(form: object, count: object, num_frames: int, *, size: int, width: int
         raise InvalidRequest(f"a block in the form {form} has {num_frames} frames; it must have {expected}")
 
 
-def patch(words: Words, change: Change, *, start: int = 0) -> None:
-    """Apply a change in place to the elements of a block from `start` on, which `words` holds."""
-    if change.positions is None:
-        words += change.values[start : start + len(words)]
-        return
-    first, last = np.searchsorted(change.positions, (start, start + len(words)))
-    here = change.positions[first:last]
-    if start:
-        here = here - start
-    words[here] += change.values[first:last]
-
-
 def _changes(
     pairs: Sequence[tuple[Words, Words]], digests: Sequence[Hasher], size: int, dtype: np.dtype
-) -> Iterator[tuple[NDArray[np.int64], Words] | None]:
+) -> Iterator[tuple[NDArray[np.int32], Words] | None]:
     """Subtract chunk by chunk, in memory that stays in a core's cache; a chunk goes on with the next pair."""
     chunk, start, filled = scratch(min(CHUNK, size), dtype), 0, 0
     for (old, new), digest in zip(pairs, digests, strict=True):
@@ -150,7 +143,7 @@ def _changes(
         yield _nonzero(chunk[:filled], start)
 
 
-def _nonzero(chunk: Words, start: int) -> tuple[NDArray[np.int64], Words] | None:
+def _nonzero(chunk: Words, start: int) -> tuple[NDArray[np.int32], Words] | None:
     """Positions and values of what isn't zero; words of 8 bytes are looked at first, since most are."""
     shift = 4 - chunk.itemsize.bit_length()  # of 8 bytes to elements: a power of two, since division takes long
     per_word = 1 << shift
@@ -165,10 +158,10 @@ def _nonzero(chunk: Words, start: int) -> tuple[NDArray[np.int64], Words] | None
     positions = words[hits >> shift] << shift
     positions += hits & (per_word - 1)
     positions += start
-    return positions, candidates[hits]
+    return positions.astype(np.int32), candidates[hits]
 
 
-def _smallest(positions: NDArray[np.int64], values: Words, size: int) -> Piece:
+def _smallest(positions: NDArray[np.int32], values: Words, size: int) -> Piece:
     """Only the forms that can be smallest at this density are tried."""
     density = len(positions) / size
     tried = []
@@ -186,13 +179,15 @@ def _smallest(positions: NDArray[np.int64], values: Words, size: int) -> Piece:
     return min(tried, key=lambda piece: piece.size_bytes)
 
 
-def _gaps(positions: NDArray[np.int64]) -> NDArray[np.uint8]:
-    gaps = np.diff(positions, prepend=-1) - 1
+def _gaps(positions: NDArray[np.int32]) -> NDArray[np.uint8]:
+    gaps = positions.copy()
+    gaps[1:] -= positions[:-1]
+    gaps[1:] -= 1
     if gaps.max() < _MORE:
         return gaps.astype(np.uint8)
     large = np.flatnonzero(gaps >= _MORE)
     more, gaps[large] = np.divmod(gaps[large], _MORE)
-    steps = np.ones(len(gaps), np.int64)
+    steps = np.ones(len(gaps), np.int32)
     steps[large] += more
     ends = np.cumsum(steps) - 1
     encoded = np.full(ends[-1] + 1, _MORE, np.uint8)
@@ -200,23 +195,25 @@ def _gaps(positions: NDArray[np.int64]) -> NDArray[np.uint8]:
     return encoded
 
 
-def _from_gaps(frame: bytes | memoryview, count: int, size: int) -> NDArray[np.int64]:
+def _from_gaps(frame: bytes | memoryview, count: int, size: int) -> NDArray[np.int32]:
     encoded = _unpacked(frame, at_least=count, at_most=count + size // _MORE)
-    ends = np.flatnonzero(encoded != _MORE)
-    if len(ends) != count or encoded[-1] == _MORE:
-        raise InvalidRequest(f"a block's gaps name {len(ends)} elements; its header says {count}")
-    sums: NDArray[np.int64] = np.cumsum(encoded, dtype=np.int64)
-    positions = sums if len(encoded) == count else sums[ends]
-    positions += np.arange(count)
+    is_end = encoded != _MORE
+    num_ends = int(np.count_nonzero(is_end))
+    if num_ends != count or encoded[-1] == _MORE:
+        raise InvalidRequest(f"a block's gaps name {num_ends} elements; its header says {count}")
+    # An element is one further than the gap before it; the sum of all is at most 256 times the block's size.
+    ends: NDArray[np.int32] = np.cumsum(encoded + is_end, dtype=np.int32)
+    positions = ends if len(ends) == count else ends[is_end]
+    positions -= 1
     if positions[-1] >= size:
         raise InvalidRequest(f"a block's gaps lead to element {positions[-1]}; the block has {size}")
     return positions
 
 
-def _from_bitmask(frame: bytes | memoryview, count: int, size: int) -> NDArray[np.int64]:
+def _from_bitmask(frame: bytes | memoryview, count: int, size: int) -> NDArray[np.int32]:
     num_bytes = -(-size // 8)
     bits = np.unpackbits(_unpacked(frame, at_least=num_bytes, at_most=num_bytes), bitorder="little")
-    positions: NDArray[np.int64] = np.flatnonzero(bits)
+    positions = np.flatnonzero(bits).astype(np.int32)
     if len(positions) != count or positions[-1] >= size:
         raise InvalidRequest(f"a block's bitmask names {len(positions)} elements; its header says {count}")
     return positions
@@ -239,8 +236,7 @@ def _unfolded(values: Words, *, back: bool) -> Words:
 
 
 def _planes(values: Words) -> tuple[bytes, ...]:
-    bytes_by_value = values.view(np.uint8).reshape(-1, values.itemsize)
-    return tuple(_packed(np.ascontiguousarray(bytes_by_value[:, plane])) for plane in range(values.itemsize))
+    return tuple(_packed((values >> values.dtype.type(8 * plane)).astype(np.uint8)) for plane in range(values.itemsize))
 
 
 def _joined(frames: Sequence[bytes | memoryview], count: int, dtype: np.dtype) -> Words:
@@ -262,16 +258,16 @@ _tools = threading.local()
 
 
 def scratch(length: int, dtype: np.dtype) -> Words:
-    """Return memory for up to a chunk, with anything in it, until this thread asks again."""
+    """Return memory of up to `SCRATCH_BYTES`, with anything in it, until this thread asks again."""
     if not hasattr(_tools, "scratch"):
-        _tools.scratch = np.empty(CHUNK, np.uint64)
+        _tools.scratch = np.empty(SCRATCH_BYTES // 8, np.uint64)
     words: Words = _tools.scratch.view(dtype)[:length]
     return words
 
 
 def _packed(plane: NDArray[np.uint8]) -> bytes:
     if not hasattr(_tools, "compressor"):
-        _tools.compressor = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
+        _tools.compressor = zstandard.ZstdCompressor(compression_params=PACKING)
     compressed: bytes = _tools.compressor.compress(plane.data)
     return compressed
 

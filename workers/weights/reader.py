@@ -6,7 +6,7 @@ what it made: weights that aren't exactly the version are never vouched for.
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -14,21 +14,25 @@ from typing import NamedTuple
 import numpy as np
 
 from openrl.tasks.errors import InvalidRequest, NotFound
-from openrl.workers.weights import links, planes
+from openrl.workers.weights import links
 from openrl.workers.weights.anchor import Anchor
 from openrl.workers.weights.chain import Route, routes
 from openrl.workers.weights.delta import Delta
-from openrl.workers.weights.digests import Hasher, block_digest, tensor_digests
+from openrl.workers.weights.digests import Hasher, tensor_digests
 from openrl.workers.weights.lanes import THREADS, fitting, in_order
 from openrl.workers.weights.links import Link
-from openrl.workers.weights.planes import CHUNK, Change
+from openrl.workers.weights.patches import patch
+from openrl.workers.weights.planes import SCRATCH_BYTES, Change, scratch
 from openrl.workers.weights.resident import Resident
-from openrl.workers.weights.specs import BLOCK, Part, Segment, differences
+from openrl.workers.weights.specs import BLOCK, Part, Segment, Words, differences
 
 log = logging.getLogger(__name__)
 
 KEPT_BYTES = 1 << 30
-"""Memory for decoded changes between `prepare` and `apply`: ten bytes for each bfloat16 weight that changes."""
+"""Memory for decoded changes between `prepare` and `apply`: six bytes for each bfloat16 weight that changes."""
+CHUNK_BYTES = SCRATCH_BYTES // 2
+"""Of weights that are patched and digested at once: few enough that they stay near a core, enough that threads don't
+wait for the interpreter's lock."""
 
 
 class Switch:
@@ -116,30 +120,31 @@ class Switch:
 
     def _digest_foreseen(self, part: Part, changes: list[Change]) -> bytes:
         digest, words = Hasher(), part.of(self._resident.words)
-        for start in range(0, part.size, CHUNK):
-            now = words[start : start + CHUNK]
-            chunk = planes.scratch(len(now), now.dtype)
+        for start, now in _chunks(words):
+            chunk = scratch(len(now), now.dtype)
             if self._anchor is None:
                 np.copyto(chunk, now)
             else:
                 self._anchor.read(part.name, part.number * BLOCK + start, chunk)
             for change in changes:
-                planes.patch(chunk, change, start=part.start + start)
+                patch(chunk, change, start=part.start + start)
             digest.update(chunk.data)
         return digest.digest()
 
     def _patched(self, job: "_Job") -> list[bytes]:
         """Change the parts of a segment, and digest what they are now."""
         changes = self._changes(job.number)
-        digests = []
-        for part in job.segment.parts:
-            words = part.of(self._resident.words)
+        return [self._digest_patched(part, changes) for part in job.segment.parts]
+
+    def _digest_patched(self, part: Part, changes: list[Change]) -> bytes:
+        digest, words = Hasher(), part.of(self._resident.words)
+        for start, chunk in _chunks(words):
             if self._anchor is not None:
-                self._anchor.read(part.name, part.number * BLOCK, words)
+                self._anchor.read(part.name, part.number * BLOCK + start, chunk)
             for change in changes:
-                planes.patch(words, change, start=part.start)
-            digests.append(block_digest(words))
-        return digests
+                patch(chunk, change, start=part.start + start)
+            digest.update(chunk.data)
+        return digest.digest()
 
     def _keep(self, number: int, changes: list[Change]) -> None:
         size = sum(change.size_bytes for change in changes)
@@ -155,6 +160,13 @@ class Switch:
             for delta, hop in zip(self._deltas, self.route.hops, strict=True)
         )
         return [change for change in found if change is not None]
+
+
+def _chunks(words: Words) -> Iterator[tuple[int, Words]]:
+    """Yield where each chunk starts, and the chunk, which shares memory with what it is of."""
+    length = CHUNK_BYTES // words.itemsize
+    for start in range(0, len(words), length):
+        yield start, words[start : start + length]
 
 
 class _Job(NamedTuple):
