@@ -11,6 +11,7 @@ from functools import partial
 from flask import current_app, g
 
 from openrl.app.delivered import Delivered
+from openrl.app.expected import Expected
 from openrl.app.greenlets import Budget, beside, off_loop
 from openrl.app.openai.tokenizer import Tokenizers
 from openrl.app.polls import Polls
@@ -53,10 +54,12 @@ class Services:
     listener: Listener
     tokenizers: Tokenizers
     polls: Polls
+    expected: Expected
     timeline: Timeline
     queue_states: Recent[tuple[str, str | None]]
     known_keys: Recent[tuple[ApiKey | None, bool]]
     known_runs: Recent[Run]
+    known_samplers: Recent[Sampler]
     known_models: Recent[BaseModel]
     tenants: Tenants
     signer: Signer
@@ -71,6 +74,7 @@ class Services:
         apart, signer = partial(off_loop, large=True), Signer(store)
         futures, deliveries = Futures(store, apart=apart), Deliveries(store, apart=apart)
         completions = Completions(store)
+        expected = Expected(completions)
         return cls(
             settings=settings,
             store=store,
@@ -83,10 +87,14 @@ class Services:
             completions=completions,
             listener=Listener(store),
             tokenizers=Tokenizers(),
-            polls=Polls(futures, deliveries, completions, min_s=settings.poll_min_s, max_s=settings.poll_max_s),
+            polls=Polls(
+                futures, deliveries, completions, expected, min_s=settings.poll_min_s, max_s=settings.poll_max_s
+            ),
+            expected=expected,
             queue_states=Recent(min(LOOK_S, settings.poll_min_s / 10)),
             known_keys=Recent(settings.remember_s),
             known_runs=Recent(settings.remember_s),
+            known_samplers=Recent(settings.remember_s),
             known_models=Recent(settings.remember_s),
             timeline=Timeline(store),
             tenants=Tenants(store),

@@ -15,14 +15,14 @@ from marshmallow import fields, validate
 from openrl.app import wire
 from openrl.app.auth import caller, require
 from openrl.app.context import model_of, registry, services, tenant
-from openrl.app.greenlets import off_loop
+from openrl.app.greenlets import beside, off_loop
 from openrl.app.held import Held
 from openrl.app.schemas import BINARY, INT64_MAX, Flag, Number, Sent, Text, Whole, tag
 from openrl.tasks import keys
 from openrl.tasks.deliveries import Batch
 from openrl.tasks.errors import InvalidRequest, NotFound, NotServed, shown
 from openrl.tasks.futures import Future
-from openrl.tasks.messages import Sample
+from openrl.tasks.messages import Sample, SaveWeightsForSampler
 from openrl.tasks.operations import JSON, PROTOBUF
 from openrl.tasks.ownership import presence
 from openrl.tasks.tenants import TRAIN
@@ -156,7 +156,16 @@ def _answer(request_id: str, protobuf: bool, future: Future) -> Response:
         return _pending(request_id)
     response = _failure(future) if future.state == "failed" else _result(future, protobuf=protobuf)
     services().delivered.note(tenant(), request_id)
+    if future.kind == SaveWeightsForSampler.kind and future.state == "done":
+        _foresee(json.loads(future.result).get("sampling_session_id"))
     return response
+
+
+def _foresee(sampler_id: str | None) -> None:
+    """Look a new sampler up while its client makes up its first request."""
+    if sampler_id:
+        find = partial(services().registry.sampler, tenant(), sampler_id)
+        beside(services().known_samplers.get, (tenant(), sampler_id), find)
 
 
 def _pending(request_id: str) -> Response:

@@ -68,7 +68,7 @@ def rest(seconds: float) -> None:
         sleep(seconds)
 
 
-def beside(work: Callable[..., None], *args: object) -> None:
+def beside(work: Callable[..., object], *args: object) -> None:
     """Start `work(*args)` beside the request, which doesn't wait for it; left out when too much hangs already."""
     if not _on_gevent():
         work(*args)

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from openrl.app.expected import Expected
 from openrl.tasks.deliveries import Batch, Deliveries
-from openrl.tasks.futures import Completions, Future, Futures, Watch
+from openrl.tasks.futures import Completions, Future, Futures, Watch, told
 
 T = TypeVar("T")
 
@@ -22,11 +23,19 @@ class Polls:
     """Waits for futures, until `release` sends every waiting request home at once."""
 
     def __init__(
-        self, futures: Futures, deliveries: Deliveries, completions: Completions, *, min_s: float, max_s: float
+        self,
+        futures: Futures,
+        deliveries: Deliveries,
+        completions: Completions,
+        expected: Expected,
+        *,
+        min_s: float,
+        max_s: float,
     ) -> None:
         self._futures = futures
         self._deliveries = deliveries
         self._completions = completions
+        self._expected = expected
         self._min_s, self._max_s = min_s, max_s
         self._closing = False
         self._held: set[threading.Event] = set()
@@ -37,10 +46,17 @@ class Polls:
         Raises:
             NotFound, Gone: as `Futures.get`.
         """
-        with self._completions.watch(tenant, request_id) as done:
+        expected = self._expected.take(tenant, request_id)
+        done = expected or self._completions.begin(tenant, request_id)
+        try:
             return self._held_until(
-                done, lambda: self._futures.get(tenant, request_id), lambda future: future.state != "pending"
+                done,
+                lambda: told(tenant, request_id, done.said) or self._futures.get(tenant, request_id),
+                lambda future: future.state != "pending",
+                pends=expected is not None,
             )
+        finally:
+            self._completions.end(tenant, request_id, done)
 
     def wait_for_any(
         self, tenant: str, sampler_id: str, clone: int, cursor: int, *, timeout_s: float | None = None
@@ -61,13 +77,24 @@ class Polls:
             )
 
     def _held_until(
-        self, done: Watch, read: Callable[[], T], enough: Callable[[T], bool], *, most_s: float | None = None
+        self,
+        done: Watch,
+        read: Callable[[], T],
+        enough: Callable[[T], bool],
+        *,
+        most_s: float | None = None,
+        pends: bool = False,
     ) -> T:
-        """Read again each time that something was done, until it is enough or the hold is over."""
+        """Read again each time that something was done, until it is enough or the hold is over.
+
+        `pends`: nothing has been done as long as `done` isn't set, so there is nothing to read before.
+        """
         hold_s = random.uniform(self._min_s, self._max_s)
         ends = time.monotonic() + (hold_s if most_s is None else min(most_s, hold_s))
         self._held.add(done)
         try:
+            if pends and not self._closing:
+                done.wait(ends - time.monotonic())
             found = read()
             while not enough(found) and not self._closing and (left := ends - time.monotonic()) > 0:
                 done.wait(left)

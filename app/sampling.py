@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import marshmallow
@@ -170,7 +171,12 @@ class SampleView(MethodView):
     @blp.arguments(SampleSchema, location="wire")
     def post(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Promise continuations of a prompt."""
-        return _sample(registry().sampler(tenant(), asked["sampling_session_id"]), asked)
+        return _sample(known_sampler(asked["sampling_session_id"]), asked)
+
+
+def known_sampler(sampler_id: str) -> Sampler:
+    """Return a sampler of the tenant who asks; it may have been deleted a moment ago, which the journal looks at."""
+    return services().known_samplers.get((tenant(), sampler_id), lambda: registry().sampler(tenant(), sampler_id))
 
 
 def create_sampler(asked: Mapping[str, Any]) -> Sampler:
@@ -218,8 +224,10 @@ def _sample(sampler: Sampler, asked: Mapping[str, Any]) -> dict[str, Any]:
 def submit(sampler: Sampler, seq_id: int, message: Sample) -> Promise:
     """Put a checked sample into the queue and ring for it."""
     place = (Sample.kind, sampler.slug, tenant())
-    letter = services().doorbell.letter(*place, keys.request_id(sampler.sampler_id, seq_id))
-    promise = services().journal.submit_sample(tenant(), sampler, seq_id, message, letter=letter)
+    request_id = keys.request_id(sampler.sampler_id, seq_id)
+    letter = services().doorbell.letter(*place, request_id)
+    send = partial(services().journal.submit_sample, tenant(), sampler, seq_id, message, letter=letter)
+    promise = services().expected.submit(tenant(), request_id, send)
     services().ring(*place, promise.request_id, posted=letter is not None)
     return promise
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import ParamSpec, TypeVar
 
 from openrl.app import wire
@@ -64,8 +64,10 @@ def enqueue(run: Run, seq_id: int, message: Message) -> Promise:
             "create a run from the copy's tinker:// address"
         )
     place = (message.kind, run.slug, tenant())
-    letter = services().doorbell.letter(*place, keys.request_id(run.run_id, seq_id))
-    promise = services().journal.submit(tenant(), run.run_id, seq_id, message, letter=letter)
+    request_id = keys.request_id(run.run_id, seq_id)
+    letter = services().doorbell.letter(*place, request_id)
+    submit = partial(services().journal.submit, tenant(), run.run_id, seq_id, message, letter=letter)
+    promise = services().expected.submit(tenant(), request_id, submit)
     services().ring(*place, promise.request_id, posted=letter is not None)
     return promise
 

@@ -29,8 +29,9 @@ if header then
   elseif header.digest ~= digest then
     return 'KEYREUSED'
   end
-  -- The same bytes under the same file name: this very call, sent again by the client library.
-  return redis.call('HGET', K.bodies(tenant, run_id), seq) == body and 'NEW' or 'SAME'
+  -- The same file name: this very call, sent again by the client library.
+  local again = string.sub(body, 1, 1) == '@' and redis.call('HGET', K.bodies(tenant, run_id), seq) == body
+  return again and 'NEW' or 'SAME'
 end
 
 local ahead = tonumber(seq) - (applied or -1)
@@ -96,7 +97,8 @@ if mode == 'refuse' then
   finish(tenant, request_id,
     {state = 'failed', content_type = '', result = '', error = ARGV[17], category = 'user'}, now, ARGV[19])
 else
-  enter(tenant, run_id, slug, seq, {kind = kind, digest = digest, submitted = now, size = ARGV[7], tokens = ARGV[9]})
+  header = {kind = kind, digest = digest, submitted = now, size = ARGV[7], tokens = ARGV[9]}
+  enter(tenant, run_id, slug, seq, header)
   redis.call('HSET', K.bodies(tenant, run_id), seq, body)
 end
 place(tenant, run_id, now)
@@ -104,8 +106,23 @@ if mode == 'submit' and ARGV[15] ~= '' then
   redis.call('LPUSH', ARGV[15], ARGV[16])
 end
 -- The owner hears of it here, at once; the doorbell shows the operation, and finds a worker for a run without an owner.
-local owner = redis.call('HGET', run, 'owner')
-if owner and owner ~= '' then
-  redis.call('PUBLISH', K.WAKE, owner)
+-- What is next in its run and short comes along, as `take` would bring it: what that would keep back doesn't.
+local owned = redis.call('HMGET', run, 'owner', 'token', 'suspect', 'cancels')
+local function told()
+  if mode ~= 'submit' or ahead ~= 1 or #body > 16384 or string.sub(body, 1, 1) ~= '=' or owned[3] == seq or owned[4] then
+    return ''
+  end
+  local left = tonumber(ARGV[9]) > 0 and tokens_left(tenant, now)
+  if left and left <= 0 then
+    return ''
+  end
+  local parts, lengths = {tenant, run_id, owned[2], applied, '0', seq, cjson.encode(header), body}, {}
+  for i, part in ipairs(parts) do
+    lengths[i] = #part
+  end
+  return table.concat(lengths, ' ') .. '\n' .. table.concat(parts)
+end
+if owned[1] and owned[1] ~= '' then
+  redis.call('PUBLISH', K.wake(owned[1]), told())
 end
 return 'NEW'

@@ -40,6 +40,6 @@ for i, seq in ipairs(seqs) do
 end
 if asked then
   redis.call('HSET', run_key, 'cancels', 1)
-  redis.call('PUBLISH', K.WAKE, owner)
+  redis.call('PUBLISH', K.wake(owner), '')
 end
 return answers

@@ -48,7 +48,7 @@ if header.kind ~= 'refused' and header.kind ~= 'missing' then
       put_checkpoint(tenant, run_id, ARGV[i + 1], ARGV[i + 2])
     elseif ARGV[i + 1] == 'record' then
       put_sampler(tenant, ARGV[i], ARGV[i + 2])
-      redis.call('PUBLISH', K.WAKE, 'versions ' .. run[3] .. '\n' .. cjson.decode(ARGV[i + 2]).adapter_dir)
+      redis.call('PUBLISH', K.wake('versions ' .. run[3]), cjson.decode(ARGV[i + 2]).adapter_dir)
     else
       redis.call('HSET', ARGV[i], ARGV[i + 1], ARGV[i + 2])
     end

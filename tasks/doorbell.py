@@ -177,7 +177,7 @@ class Waiter:
         with self._store.translated():
             owner, applied = self._store.redis.hmget(keys.run(tenant, run_id), "owner", "applied")
             if owner and owner.decode() != self._worker_id():
-                self._store.redis.publish(keys.WAKE, owner)
+                self._store.redis.publish(keys.wake(owner.decode()), b"")
             before = range(int(applied or -1) + 1, int(seq))
             if len(before) > _FAR_BEHIND:
                 return False

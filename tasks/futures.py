@@ -1,25 +1,25 @@
 """Promises: how an operation ended, who waits for it, how long it is kept.
 
 A promise is readable from the moment of its submission; it is written once by the journal's scripts.
-Waiting is in memory: one subscriber thread a process wakes whoever watches, and a wake-up means only
-"read again", so a lost message costs a poll and never a result.
+Waiting is in memory: one subscriber thread a process wakes whoever watches. A wake-up means "read again", or brings
+a short result along; a lost message costs a poll and never a result.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 
 import redis
 
 from openrl.tasks import keys
-from openrl.tasks.errors import Gone, NotFound
+from openrl.tasks.errors import Gone, NotFound, OtherVersion
 from openrl.tasks.schema import FUTURE
 from openrl.tasks.spool import Apart, Spool, here
 from openrl.tasks.store import Store, translated
@@ -83,19 +83,7 @@ class Futures:
         except FileNotFoundError as lost:
             raise _gone(request_id) from lost
         text = {name: value.decode() for name, value in row.items() if name != "result"}
-        return Future(
-            tenant=tenant,
-            request_id=request_id,
-            state=text["state"],
-            kind=text.get("kind", ""),
-            content_type=text.get("content_type", ""),
-            result=result,
-            error=text.get("error", ""),
-            category=text.get("category", ""),
-            model_id=text.get("model_id", ""),
-            submitted=float(text.get("submitted") or 0.0),
-            finished=float(text.get("finished") or 0.0),
-        )
+        return _future(tenant, request_id, text, result)
 
     def deliver(self, tenant: str, request_id: str) -> None:
         """Note that the client was given the result; it is kept a while longer for a second try."""
@@ -128,12 +116,45 @@ class Futures:
         return bool(self._store.redis.hexists(kept(tenant, parts.parent), parts.seq))
 
 
+def told(tenant: str, request_id: str, said: bytes) -> Future | None:
+    """Return a promise as the store told of its end; None if it said nothing of it, or not so that it is understood.
+
+    The script that ends it publishes no earlier than what it wrote is on disk.
+    """
+    head, _, result = said.partition(b"\n")
+    try:
+        text = json.loads(head)
+        FUTURE.check(text["schema"])
+        return _future(tenant, request_id, text, result)
+    except (ValueError, KeyError, TypeError, OtherVersion):
+        return None
+
+
+def _future(tenant: str, request_id: str, text: Mapping[str, str], result: bytes) -> Future:
+    return Future(
+        tenant=tenant,
+        request_id=request_id,
+        state=text["state"],
+        kind=text.get("kind", ""),
+        content_type=text.get("content_type", ""),
+        result=result,
+        error=text.get("error", ""),
+        category=text.get("category", ""),
+        model_id=text.get("model_id", ""),
+        submitted=float(text.get("submitted") or 0.0),
+        finished=float(text.get("finished") or 0.0),
+    )
+
+
 def _gone(request_id: str) -> Gone:
     return Gone(f"the result of {request_id!r} is no longer kept; submit the operation anew")
 
 
 class Watch(threading.Event):
     """An event that is clear again after each successful `wait`, so that a loop of read and wait doesn't spin."""
+
+    said: bytes = b""
+    """How the promise ended, for `told`; empty as long as that isn't known here."""
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the promise may have changed; False after `timeout` seconds."""
@@ -154,8 +175,9 @@ class Completions:
         self._redis = store.redis
         self._lock = threading.Lock()
         self._waiting: dict[bytes, set[Watch]] = defaultdict(set)
-        self._wakes: dict[bytes, Callable[[], None]] = {}
-        self._told: dict[bytes, Callable[[str], None]] = {}
+        self._wakes: dict[str, Callable[[], None]] = {}
+        self._told: dict[str, Callable[[bytes], None]] = {}
+        """Both by channel: nobody is woken for what concerns others."""
         self._is_watched = False
         self._thread: threading.Thread | None = None
         self._pid = 0
@@ -175,18 +197,33 @@ class Completions:
 
     @contextmanager
     def _watch(self, watched: str, event: Watch) -> Iterator[Watch]:
-        name = watched.encode()
-        self._is_watched = True
-        self._ensure_thread()
-        with self._lock:
-            self._waiting[name].add(event)
+        self._begin(watched.encode(), event)
         try:
             yield event
         finally:
-            with self._lock:
-                self._waiting[name].discard(event)
-                if not self._waiting[name]:
-                    del self._waiting[name]
+            self._end(watched.encode(), event)
+
+    def begin(self, tenant: str, request_id: str) -> Watch:
+        """Watch a promise until `end`."""
+        event = Watch()
+        self._begin(f"{tenant} {request_id}".encode(), event)
+        return event
+
+    def end(self, tenant: str, request_id: str, event: Watch) -> None:
+        """End what `begin` began."""
+        self._end(f"{tenant} {request_id}".encode(), event)
+
+    def _begin(self, name: bytes, event: Watch) -> None:
+        with self._lock:
+            self._waiting[name].add(event)
+        self._is_watched = True
+        self._ensure_thread()  # not before: its first subscription wakes those who wait by then
+
+    def _end(self, name: bytes, event: Watch) -> None:
+        with self._lock:
+            self._waiting[name].discard(event)
+            if not self._waiting[name]:
+                del self._waiting[name]
 
     def wait(self, tenant: str, request_id: str, timeout_s: float) -> bool:
         """Wait until the promise may have changed; False after `timeout_s`. What changed before isn't noticed."""
@@ -196,13 +233,13 @@ class Completions:
     def call_on_wake(self, worker_id: str, wake: Callable[[], None]) -> None:
         """Call `wake` whenever something was submitted for `worker_id`. It must return at once."""
         with self._lock:
-            self._wakes[worker_id.encode()] = wake
+            self._wakes[keys.wake(worker_id)] = wake
         self._ensure_thread()
 
-    def call_with(self, name: str, tell: Callable[[str], None]) -> None:
-        """Call `tell` with what is said to `name` on the channel of wakes. It must return at once."""
+    def call_with(self, name: str, tell: Callable[[bytes], None]) -> None:
+        """Call `tell` with what is said to `name`, in place of what `call_on_wake` names. It must return at once."""
         with self._lock:
-            self._told[name.encode()] = tell
+            self._told[keys.wake(name)] = tell
         self._ensure_thread()
 
     def close(self) -> None:
@@ -226,8 +263,8 @@ class Completions:
 
     def _channels(self) -> list[str]:
         """Return what has to be heard. A worker whose engine ends everything itself isn't told of each end."""
-        wanted = {keys.DONE: self._is_watched, keys.WAKE: self._wakes or self._told}
-        return [channel for channel, counts in wanted.items() if counts]
+        with self._lock:
+            return [*([keys.DONE] if self._is_watched else []), *self._wakes, *self._told]
 
     def _listen(self) -> None:
         delay_s, longest_s = _RECONNECT_S
@@ -236,10 +273,9 @@ class Completions:
                 with self._redis.pubsub() as subscription:
                     heard: set[str] = set()
                     while not self._stopped.is_set():
-                        for channel in self._channels():
-                            if channel not in heard:
-                                subscription.subscribe(channel)
-                                heard.add(channel)
+                        if new := [channel for channel in self._channels() if channel not in heard]:
+                            subscription.subscribe(*new)
+                            heard.update(new)
                         delay_s = _RECONNECT_S[0]
                         self._hear(subscription.get_message(timeout=_LISTEN_S))
                 continue
@@ -253,26 +289,28 @@ class Completions:
     def _hear(self, message: dict | None) -> None:
         if message is None:
             return
+        channel, begins = message["channel"].decode(), message["type"] == "subscribe"
+        wake, tell = self._wakes.get(channel), self._told.get(channel)
         with self._lock:
-            if message["type"] == "subscribe" and message["channel"] == keys.WAKE.encode():
-                events, wakes = [], list(self._wakes.values())
-            elif message["type"] == "subscribe":
-                events, wakes = [event for group in self._waiting.values() for event in group], []
-            elif message["channel"] == keys.WAKE.encode():
-                events, wakes = [], self._called(message["data"])
-            else:
-                names = (message["data"], *_targets(message["data"]))
-                events, wakes = [event for name in names for event in self._waiting.get(name, ())], []
+            events: list[Watch] = []
+            if channel == keys.DONE and begins:
+                events = [event for group in self._waiting.values() for event in group]
+            elif channel == keys.DONE:
+                events = self._ended(message["data"])
         for event in events:
             event.set()
-        for wake in wakes:
+        if tell is not None and not begins:
+            tell(message["data"])
+        elif wake is not None:
             wake()
 
-    def _called(self, data: bytes) -> list[Callable[[], None]]:
-        """Return what a message on the channel of wakes calls: a name, and on a second line what is said to it."""
+    def _ended(self, data: bytes) -> list[Watch]:
+        """Return who waits for what has ended, those told how it did who wait for it by name."""
         name, _, said = data.partition(b"\n")
-        wakes = [self._wakes[name]] if name in self._wakes else []
-        return [*wakes, partial(self._told[name], said.decode())] if name in self._told else wakes
+        by_name = self._waiting.get(name, ())
+        for event in by_name:
+            event.said = said
+        return [*by_name, *(event for target in _targets(name) for event in self._waiting.get(target, ()))]
 
 
 def _targets(done: bytes) -> tuple[bytes, ...]:

@@ -197,9 +197,21 @@ class Journal(Samples, Unloading):
         if answer == b"LOST":
             lease.mark_lost()
             return []
-        if answer:
-            reach("trainer.taken")
-        return [piece for row in answer if (piece := self._slice(lease, row)).operations]
+        return self._slices(lease, answer)
+
+    def heard(self, lease: Lease, said: bytes) -> Slice | None:
+        """Return the operation that `append` told an owner of; None: its run isn't this lease's, or it can't be read.
+
+        It may be carried out like one that `take` returned, by whoever is sure that nothing was taken since.
+        """
+        lengths, _, rest = said.partition(b"\n")
+        row, start = [], 0
+        for length in map(int, lengths.split()):
+            row.append(rest[start : start + length])
+            start += length
+        if lease.lost or lease.held.get((row[0].decode(), row[1].decode())) != int(row[2]):
+            return None
+        return next(iter(self._slices(lease, [row])), None)
 
     @translated()
     def bodies(self, operations: Sequence[Operation]) -> list[bytes | OSError]:
@@ -425,13 +437,18 @@ class Journal(Samples, Unloading):
             raise quotas.refusal(answer)
         if answer not in (b"NEW", b"SAME"):
             raise _refusal(answer.decode(), run_id, seq_id)
-        return Promise(request_id=request_id, run_id=run_id)
+        return Promise(request_id=request_id, run_id=run_id, is_new=answer == b"NEW")
 
     def _body(self, stowed: bytes | None) -> bytes | OSError:
         try:
             return b"" if stowed is None else self._spool.load(stowed)
         except OSError as error:
             return error
+
+    def _slices(self, lease: Lease, rows: Sequence[list[bytes]]) -> list[Slice]:
+        if rows:
+            reach("trainer.taken")
+        return [piece for row in rows if (piece := self._slice(lease, row)).operations]
 
     def _slice(self, lease: Lease, row: list[bytes]) -> Slice:
         tenant, run_id, token, applied = row[0].decode(), row[1].decode(), int(row[2]), int(row[3])

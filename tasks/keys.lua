@@ -2,7 +2,7 @@
 local K = {
   GAPS = 'openrl:gaps', WORKERS = 'openrl:workers', FILES = 'openrl:files', EPOCH = 'openrl:epoch',
   TOKENS = 'openrl:tokens', TENANTS = 'openrl:tenants', DONE = 'openrl:done',
-  WAKE = 'openrl:wake', SIGNS = 'openrl:signs', MADE_ON = 'openrl:made-on',
+  SIGNS = 'openrl:signs', MADE_ON = 'openrl:made-on',
   PUBLISHED = 'openrl:published', DROPPED = 'openrl:dropped', QUOTAS = 'openrl:quotas', RUNG = 'openrl:rung',
   SCHEMA = 'openrl:schema', KEYS = 'openrl:keys',
 }
@@ -42,6 +42,7 @@ function K.inflight(identity) return 'openrl:inflight:' .. identity end
 function K.depth(kind, slug) return 'openrl:depth:' .. kind .. ':' .. slug end
 function K.queues(kind, slug) return 'openrl:queues:' .. kind .. ':' .. slug end
 function K.worker(id) return 'openrl:worker:' .. id end
+function K.wake(name) return 'openrl:wake:' .. name end
 
 local function clock()
   local now = redis.call('TIME')

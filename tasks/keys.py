@@ -50,9 +50,7 @@ DROPPED = "openrl:dropped"
 RUNG = "openrl:rung"
 """set: "family slug" of each full run's pool of which Celery may have queues"""
 DONE = "openrl:done"
-"""channel: "tenant request_id" """
-WAKE = "openrl:wake"
-"""channel: a worker id, or what `samplers` names"""
+"""channel: "tenant request_id", and on further lines how it ended, where that is short"""
 
 NAME_RULE = "1 to 128 of A-Z a-z 0-9 . _ -, beginning with a letter or digit, without '..'"
 """What a checkpoint may be called: the name becomes a part of its address and of its directory."""
@@ -382,18 +380,23 @@ def worker(worker_id: str) -> str:
     return f"openrl:worker:{worker_id}"
 
 
+def wake(name: str) -> str:
+    """channel: what is said to the worker of that id, or to those whom `samplers` and the like name; nothing wakes."""
+    return f"openrl:wake:{name}"
+
+
 def cancelling(worker_id: str) -> str:
-    """Name a sampler on the channel WAKE when something in its hands was cancelled."""
+    """Name a sampler that is woken when something in its hands was cancelled."""
     return f"cancelled {worker_id}"
 
 
 def new_versions(slug: str) -> str:
-    """Name those who are told on the channel WAKE, on a second line, of each new version for samplers of a model."""
+    """Name those who are told of each new version for samplers of a model."""
     return f"versions {slug}"
 
 
 def samplers(slug: str) -> str:
-    """Name all samplers of a base model on the channel WAKE; no worker's id holds a space."""
+    """Name all samplers of a base model; no worker's id holds a space."""
     return f"sample {slug}"
 
 

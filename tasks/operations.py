@@ -30,6 +30,8 @@ class Promise:
 
     request_id: str
     run_id: str = ""
+    is_new: bool = field(default=True, compare=False)
+    """Whether it was accepted by this very call; what was accepted before may have ended since."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,8 @@ if known then
   if known ~= digest then
     return 'KEYREUSED'
   end
-  return redis.call('HGET', K.job(tenant, request_id), 'body') == body and 'NEW' or 'SAME'
+  local again = string.sub(body, 1, 1) == '@' and redis.call('HGET', K.job(tenant, request_id), 'body') == body
+  return again and 'NEW' or 'SAME'
 end
 if too_much(tenant, ARGV[8], ARGV[9]) then
   return 'FULL'
@@ -36,7 +37,7 @@ local slug, run_id = known_as.slug, (known_as.run_id or '') ~= '' and known_as.r
 redis.call('HSET', K.sampler_ops(tenant, sampler_id), seq, digest)
 redis.call('HSET', K.sampler(tenant, sampler_id), 'last_used', now)
 redis.call('HSET', K.job(tenant, request_id), 'schema', SCHEMA.sample, 'body', body, 'size', ARGV[8], 'submitted', now,
-  'of', slug .. ' ' .. ARGV[7] .. ' ' .. run_id)
+  'of', slug .. ' ' .. ARGV[7] .. ' ' .. run_id, 'version', known_as.adapter_dir or '')
 redis.call('HSET', K.future(tenant, request_id), 'schema', SCHEMA.future, 'state', 'pending', 'kind', 'sample',
   'model_id', '', 'submitted', now)
 redis.call('ZADD', K.waiting(tenant, slug), now, request_id)
@@ -51,5 +52,5 @@ end
 if ARGV[11] ~= '' then
   redis.call('LPUSH', ARGV[11], ARGV[12])
 end
-redis.call('PUBLISH', K.WAKE, 'sample ' .. slug)
+redis.call('PUBLISH', K.wake('sample ' .. slug), '')
 return 'NEW'

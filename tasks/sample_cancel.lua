@@ -8,7 +8,7 @@ local tenant, answers = ARGV[1], {}
 local function snatch(slug, request_id)
   for _, identity in ipairs(redis.call('SMEMBERS', K.claimants(slug))) do
     if redis.call('HDEL', K.inflight(identity), tenant .. ' ' .. request_id) == 1 then
-      redis.call('PUBLISH', K.WAKE, 'cancelled ' .. string.match(identity, '^(.*)/[^/]*$'))
+      redis.call('PUBLISH', K.wake('cancelled ' .. string.match(identity, '^(.*)/[^/]*$')), '')
       return
     end
   end

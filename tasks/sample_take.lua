@@ -2,9 +2,12 @@
 -- What a sampler without a lease holds goes back first. A request that two dead ones held is handed out when nothing
 -- else is in this process's hands, and nothing beside it: only the guilty one then kills a third. The same call number
 -- again gets the same answer, since the first answer may have been lost on its way.
--- Reads and writes: turns, served, waiting, claimants of the slug; inflight of this process; reads leases, jobs.
+-- A sampler that keeps one version of the weights in memory leaves a request to one that has the request's version, while
+-- that one has room for it: if it draws from something else itself, or if that one is idle. After a while it takes it.
+-- Reads and writes: turns, served, waiting, claimants of the slug; inflight of this process, its lease; reads leases, jobs.
 -- ARGV: 1 slug, 2 worker id, 3 its generation, 4 most requests, 5 call number,
---       6 ttl of the result of one that is given up, 7 most of one tenant in this process's hands; empty: any
+--       6 ttl of the result of one that is given up, 7 most of one tenant in this process's hands; empty: any,
+--       8 the version that it has in memory, '-' for none; '' where it keeps many, 9 seconds that it leaves a request
 -- returns LOST, or {tenant, request id, submitted, stowed body, schema} for each request
 local slug, worker, generation, limit = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 if not holds(worker, generation) then
@@ -14,6 +17,48 @@ local identity = worker .. '/' .. generation
 for _, other in ipairs(redis.call('SMEMBERS', K.claimants(slug))) do
   if other ~= identity and not holds(string.match(other, '^(.*)/([^/]*)$')) then
     give_back(slug, other, ARGV[6])
+  end
+end
+
+local LOOK = 64 -- of a tenant's oldest, at so many: more than any sampler has room for
+local room, idle = {}, {} -- by version, of the other samplers that have it
+if (ARGV[8] or '') ~= '' then
+  redis.call('HSET', K.worker(worker), 'version', ARGV[8], 'room', ARGV[7])
+  for _, other in ipairs(redis.call('SMEMBERS', K.claimants(slug))) do
+    local has = redis.call('HMGET', K.worker(string.match(other, '^(.*)/[^/]*$')), 'version', 'room', 'state')
+    if other ~= identity and has[1] and has[1] ~= ARGV[8] and has[3] ~= 'stopping' then
+      local in_hand = redis.call('HLEN', K.inflight(other))
+      local left = math.max(0, (tonumber(has[2]) or math.huge) - in_hand)
+      room[has[1]] = (room[has[1]] or 0) + left
+      idle[has[1]] = idle[has[1]] or in_hand == 0
+    end
+  end
+end
+
+local now, is_left = tonumber(clock()), {}
+local function leaves(tenant, request_id, submitted, in_hand)
+  local member = tenant .. ' ' .. request_id
+  if is_left[member] or now - submitted >= (tonumber(ARGV[9]) or 0) then
+    return is_left[member]
+  end
+  local version = redis.call('HGET', K.job(tenant, request_id), 'version')
+  if version and (room[version] or 0) > 0 and (in_hand > 0 or idle[version]) then
+    room[version] = room[version] - 1
+    is_left[member] = true
+  end
+  return is_left[member]
+end
+
+local function oldest(tenant, in_hand)
+  local waiting = K.waiting(tenant, slug)
+  if not next(room) then
+    return redis.call('ZRANGE', waiting, 0, 0)[1]
+  end
+  local found = redis.call('ZRANGE', waiting, 0, LOOK - 1, 'WITHSCORES')
+  for i = 1, #found, 2 do
+    if not leaves(tenant, found[i], tonumber(found[i + 1]), in_hand) then
+      return found[i]
+    end
   end
 end
 
@@ -37,7 +82,12 @@ else
   end
   while #members < limit and not alone do
     local tenant = redis.call('ZRANGE', K.turns(slug), skipped, skipped)[1]
-    while tenant and (count[tenant] or 0) >= most_of_tenant do
+    local request_id
+    while tenant do
+      request_id = (count[tenant] or 0) < most_of_tenant and oldest(tenant, #held + #members)
+      if request_id then
+        break
+      end
       skipped = skipped + 1
       tenant = redis.call('ZRANGE', K.turns(slug), skipped, skipped)[1]
     end
@@ -46,7 +96,6 @@ else
     end
     count[tenant] = (count[tenant] or 0) + 1
     local waiting = K.waiting(tenant, slug)
-    local request_id = redis.call('ZRANGE', waiting, 0, 0)[1]
     alone = suspect(tenant, request_id)
     if alone and #held + #members > 0 then
       break

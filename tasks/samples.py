@@ -86,12 +86,23 @@ class Samples:
             raise Overloaded(f"too much is queued already; send seq_id {seq_id} again when some of it is done")
         if answer == b"KEYREUSED":
             raise KeyReused(f"seq_id {seq_id} of {sampler.sampler_id!r} holds a different request; use the next one")
-        return Promise(request_id=request_id)
+        return Promise(request_id=request_id, is_new=answer == b"NEW")
 
-    def take_samples(self, slug: str, lease: Lease, *, limit: int, of_tenant: int | None = None) -> list[SampleJob]:
+    def take_samples(
+        self,
+        slug: str,
+        lease: Lease,
+        *,
+        limit: int,
+        of_tenant: int | None = None,
+        version: str | None = None,
+        leaves_s: float = 0.0,
+    ) -> list[SampleJob]:
         """Take up to `limit` waiting requests, those of dead samplers included; [] without a valid lease.
 
         A tenant of whom this process holds `of_tenant` (None: however many) gets no turn until one of them ends.
+        `version` is the directory of the one version that it has in memory, "" while there is none; None: it keeps
+        many. A request younger than `leaves_s` is left to a sampler that has its version, while that one has room.
         """
         if limit <= 0 or lease.lost:
             return []
@@ -103,6 +114,8 @@ class Samples:
             lease.call_number,
             self._settings.undelivered_ttl_s,
             "" if of_tenant is None else of_tenant,
+            "" if version is None else version or "-",
+            leaves_s,
         )
         if answer == b"LOST":
             lease.mark_lost()

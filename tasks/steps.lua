@@ -225,7 +225,7 @@ local function enter(tenant, run_id, slug, seq, header)
   weigh(tenant, tonumber(header.size))
 end
 
--- Keep a promise: write how it ended, let it expire, tell who waits.
+-- Keep a promise: write how it ended, let it expire, tell who waits; what is short is told as a whole.
 -- `ending`: {state, content_type, result (stowed), error, category}
 local function finish(tenant, request_id, ending, now, ttl_s)
   local future = K.future(tenant, request_id)
@@ -235,7 +235,14 @@ local function finish(tenant, request_id, ending, now, ttl_s)
   if string.sub(ending.result, 1, 1) == '@' then
     keep_file(ending.result, now + ttl_s)
   end
-  redis.call('PUBLISH', K.DONE, tenant .. ' ' .. request_id)
+  local told = tenant .. ' ' .. request_id
+  if #ending.result <= 8192 and string.sub(ending.result, 1, 1) ~= '@' then
+    local of = redis.call('HMGET', future, 'kind', 'model_id', 'submitted')
+    told = told .. '\n' .. cjson.encode({schema = SCHEMA.future, state = ending.state, content_type = ending.content_type,
+      error = ending.error, category = ending.category, finished = now, kind = of[1] or '', model_id = of[2] or '',
+      submitted = of[3] or ''}) .. '\n' .. string.sub(ending.result, 2)
+  end
+  redis.call('PUBLISH', K.DONE, told)
 end
 
 -- Keep the promise that a run is out of memory.

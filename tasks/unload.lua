@@ -15,7 +15,7 @@ redis.call('HSET', K.future(tenant, request_id), 'schema', SCHEMA.future, 'state
 if run[2] and run[2] ~= '' and holds(run[2], run[3]) then
   redis.call('SADD', K.unloads(run[1]), tenant .. ' ' .. run_id .. ' ' .. request_id)
   note_pool(run[1], tenant, run_id)
-  redis.call('PUBLISH', K.WAKE, run[2])
+  redis.call('PUBLISH', K.wake(run[2]), '')
 else
   unloaded(tenant, run_id, request_id, ARGV[3])
 end

@@ -11,6 +11,8 @@ import logging
 import socket
 import sys
 import threading
+import time
+from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 from celery import Task, bootsteps
@@ -34,6 +36,10 @@ and must not wait Python's 5 ms for it while a doorbell is looked at."""
 EVENTS_S = 0.2
 """Events for Flower are sent together this often. One by one they cost the engine more than the doorbells do."""
 
+PATIENCE_S = 0.2
+"""How long a doorbell that has come waits for the engine to have nothing in hand: to look at it takes the interpreter
+from the engine for a millisecond. Less than what `celery inspect` waits for an answer."""
+
 QUEUE_CHECK_S = 5.0
 """How often a worker looks for queues of new tenants that no broadcast told it of."""
 
@@ -46,6 +52,9 @@ class Engine(Protocol):
 
     def wake(self) -> None:
         """Look now: something was submitted."""
+
+    def rests(self, timeout_s: float) -> bool:
+        """Wait until nothing is carried out; False after `timeout_s`."""
 
     def knows(self, tenant: str, request_id: str) -> bool:
         """Tell whether it has seen the operation already, so that it needn't look."""
@@ -139,12 +148,30 @@ class _EventsTogether(bootsteps.StartStopStep):
             consumer.event_dispatcher.flush()
 
 
+class Patience:
+    """Lets doorbells wait while their engine is at work, which is when it needs none; not all of a long pass."""
+
+    def __init__(
+        self, rests: Callable[[float], bool], *, most_s: float = PATIENCE_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`rests` is `Engine.rests`."""
+        self._rests, self._most_s, self._clock = rests, most_s, clock
+        self._over_until = 0.0
+
+    def wait(self) -> None:
+        """Wait for the engine to rest, `most_s` at most; after a wait in vain all pass for as long."""
+        if self._clock() >= self._over_until and not self._rests(self._most_s):
+            self._over_until = self._clock() + self._most_s
+
+
 class _Forgetful(Consumer):
     """Takes doorbells without the broker's book of deliveries: one that is lost with its worker does no harm."""
 
     no_ack = True
+    patience: ClassVar[Patience]
 
     def _receive_callback(self, message: Message) -> Any:
+        self.patience.wait()
         message.ack_log_error = _nothing_to_acknowledge  # type: ignore[method-assign]  # kombu calls it for every message
         return super()._receive_callback(message)
 
@@ -174,6 +201,7 @@ def serve(engine: Engine, *, store: Store, family: str, slug: str, name: str) ->
     for noisy in ("celery.worker.strategy", "celery.app.trace"):
         # One line when a task comes and one when it ends: Flower shows both, and the engines log what they do.
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    _Forgetful.patience = Patience(engine.rests)
     celery.amqp.Consumer = _Forgetful
     celery.steps["consumer"].update((_QueueCheck, _EventsTogether))
 

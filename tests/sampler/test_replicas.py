@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,23 @@ def test_two_samplers_of_one_pool_share_its_requests_and_each_fetches_the_versio
     wait_for(lambda: served["a"].update(held(store, first)) or served["b"].update(held(store, second)) or served["b"])
     assert all(tokens(ended(store, request_id)) == wanted[version] for version, request_id in requests)
     assert not held(store, first) | held(store, second)
+
+
+def test_while_both_have_room_each_version_is_drawn_by_the_sampler_that_has_it_in_memory(store, run, start, ask):
+    settings = replace(SETTINGS, poll_s=5.0)  # so long is a request left to the other
+    versions = run.steps(2)
+    one = start("sampler-a", settings)
+    full = [ask(versions[0], max_tokens=480) for _ in range(settings.slots)]
+    wait_for(lambda: len(held(store, one)) == len(full))
+    other = start("sampler-b", settings)
+    wanted = {versions[1]: tokens(ended(store, ask(versions[1])))}
+    for request_id in full:
+        Cancelling(store).cancel("local", request_id)
+    wanted[versions[0]] = tokens(ended(store, ask(versions[0])))
+    for number in range(6):
+        version = versions[number // 2 % 2]
+        assert tokens(ended(store, ask(version))) == wanted[version]
+        assert [engine._runner.directory() for engine in (one, other)] == versions
 
 
 def test_what_a_sampler_that_ends_had_in_hand_is_drawn_by_another_to_the_same_tokens(store, run, start, ask):

@@ -97,10 +97,10 @@ def test_the_owner_hears_that_something_was_cancelled(journal, created, cancelli
     run_id, lease, _ = created
     journal.submit(TENANT, run_id, 1, gradient())
     with store.redis.pubsub() as heard:
-        heard.subscribe(keys.WAKE)
+        heard.subscribe(keys.wake(lease.worker_id))
         heard.get_message(timeout=60)
         cancelling.cancel(TENANT, f"{run_id}:1")
-        assert heard.get_message(timeout=60)["data"] == lease.worker_id.encode()
+        assert heard.get_message(timeout=60)["type"] == "message"
 
 
 def test_what_stands_behind_a_gap_is_in_nobodys_hands(journal, created, cancelling, futures):

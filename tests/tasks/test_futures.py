@@ -9,7 +9,7 @@ import pytest
 
 from openrl.tasks import keys
 from openrl.tasks.errors import Gone, NotFound
-from openrl.tasks.futures import Completions
+from openrl.tasks.futures import Completions, told
 from openrl.tasks.journal import Outcome
 from openrl.tasks.messages import OptimStep, Sample
 
@@ -180,7 +180,8 @@ def test_a_commit_between_watching_and_reading_is_not_missed(completions, future
 
 def test_only_the_watchers_of_that_promise_are_woken(completions, pending, finish):
     with completions.watch(TENANT, pending) as mine, completions.watch("other", pending) as other:
-        assert mine.wait(60) and other.wait(60)
+        assert mine.wait(60)  # by the subscription, which may have come before the other
+        other.wait(0.05)
         finish()
         assert mine.wait(60)
         assert not other.wait(0.05)
@@ -211,7 +212,7 @@ def test_a_wake_up_that_breaks_keeps_nobody_from_being_woken(completions, pendin
     with completions.watch(TENANT, pending) as event:
         assert event.wait(60)
         completions.call_on_wake("w1", wake)
-        completions._redis.publish(keys.WAKE, b"w1")
+        completions._redis.publish(keys.wake("w1"), b"")
         assert broken.wait(60)
         event.wait(60)  # the renewed subscription
         finish()
@@ -252,11 +253,37 @@ def test_hundreds_of_watchers_share_one_subscription(completions, store, pending
     assert completions._waiting == {}
 
 
+@pytest.mark.parametrize("result", [b"{}", b"", bytes(range(256)), b"\n\n"])
+def test_who_waits_is_told_of_the_end_as_it_is_kept(completions, futures, pending, finish, result):
+    with completions.watch(TENANT, pending) as event:
+        assert event.wait(60)
+        assert told(TENANT, pending, event.said) is None
+        finish(result)
+        assert event.wait(60)
+        assert told(TENANT, pending, event.said) == futures.get(TENANT, pending)
+
+
+def test_a_long_result_is_read_from_where_it_is_kept(completions, futures, pending, finish):
+    with completions.watch(TENANT, pending) as event:
+        assert event.wait(60)
+        finish(b"x" * 9000)
+        assert event.wait(60)
+        assert told(TENANT, pending, event.said) is None
+        assert len(futures.get(TENANT, pending).result) == 9000
+
+
+def test_what_another_version_tells_of_an_end_is_left_to_the_store(pending):
+    head = '{"schema": %s, "state": "done", "kind": "optim_step"}\n{}'
+    assert told(TENANT, pending, (head % 1).encode()).result == b"{}"
+    for said in (head % 99, head % '"x"', "{}", "[]", "", "\xff\n"):
+        assert told(TENANT, pending, said.encode("latin-1")) is None
+
+
 GEVENT = """
 from gevent import monkey; monkey.patch_all()
 import sys, gevent
 from pathlib import Path
-from openrl.tasks.futures import Completions
+from openrl.tasks.futures import Completions, told
 from openrl.tasks.settings import StoreSettings
 from openrl.tasks.store import Store
 store = Store.connect(StoreSettings(redis_url=sys.argv[1], data_dir=Path(sys.argv[2])))

@@ -212,7 +212,7 @@ def test_the_names_are_the_same_in_python_and_in_lua(store):
         "served": ("x",), "unfinished": ("x",), "claimants": ("x",), "inflight": ("w/g",), "depth": ("train", "x"),
         "worker": ("w",), "published": ("s:train:0",), "unloads": ("x",),
         "quota": ("t",), "account": ("t",), "usage": ("t", "5"), "held": ("t",),
-        "queues": ("train", "x"), "pools": ("x",),
+        "queues": ("train", "x"), "pools": ("x",), "wake": ("w",),
     }  # fmt: skip
     for name, args in cases.items():
         spoken = store.redis.eval(source + f"return K.{name}(unpack(ARGV))", 0, *args)
@@ -224,7 +224,6 @@ def test_the_names_are_the_same_in_python_and_in_lua(store):
         "EPOCH",
         "TENANTS",
         "DONE",
-        "WAKE",
         "PUBLISHED",
         "DROPPED",
         "QUOTAS",

@@ -201,6 +201,92 @@ def test_a_store_that_goes_away_while_requests_are_read_loses_none(journal, samp
     assert ids(journal.take_samples(SLUG, lease, limit=9)) == ["1"]
 
 
+@pytest.fixture
+def of_version(registry, session_id):
+    """A sampler on a full run's version."""
+
+    def create(number: int):
+        return registry.create_sampler(
+            TENANT, session_id=session_id, seq=number, base_model=BASE, slug=SLUG, adapter_dir=f"v{number}"
+        )
+
+    return create
+
+
+@pytest.fixture
+def taking(journal, new_lease):
+    """Samplers that keep one version in memory each: takes what they do, and their leases."""
+
+    class Taking:
+        def __init__(self) -> None:
+            self.leases = {name: new_lease(name, "sampler") for name in ("a", "b", "c")}
+
+        def __call__(self, name: str, version: str, *, limit: int = 4, leaves_s: float = 3600.0) -> list[str]:
+            jobs = journal.take_samples(
+                SLUG, self.leases[name], limit=limit, of_tenant=limit, version=version, leaves_s=leaves_s
+            )
+            return [f"{job.request_id.rpartition(':')[2]} {job.request_id.split(':')[2]}" for job in jobs]
+
+    return Taking()
+
+
+def test_a_request_is_left_to_an_idle_sampler_that_has_its_version(journal, of_version, taking):
+    first, second = of_version(0), of_version(1)
+    assert taking("a", "v0") == taking("b", "v1") == []
+    for seq in range(4):
+        journal.submit_sample(TENANT, (first, second)[seq % 2], seq, message())
+    assert taking("c", "") == []
+    assert taking("b", "v1") == ["1 1", "3 1"]
+    assert taking("a", "v0") == ["0 0", "2 0"]
+
+
+def test_an_idle_sampler_takes_what_one_that_is_at_work_has_room_for(journal, of_version, taking):
+    sampler = of_version(0)
+    for seq in range(3):
+        journal.submit_sample(TENANT, sampler, seq, message())
+    assert taking("a", "v0", limit=2) == ["0 0", "1 0"]
+    assert taking("b", "", limit=4) == ["2 0"]
+
+
+def test_no_request_waits_for_a_sampler_that_is_full(journal, of_version, taking):
+    first, second = of_version(0), of_version(1)
+    assert taking("b", "v1", limit=2) == []
+    journal.submit_sample(TENANT, first, 0, message())
+    assert taking("a", "v0") == ["0 0"]  # at work from here on
+    for seq in range(1, 5):
+        journal.submit_sample(TENANT, second, seq, message())
+    assert taking("a", "v0", limit=9) == ["3 1", "4 1"], "the other has room for two of the four"
+    assert taking("b", "v1", limit=2) == ["1 1", "2 1"]
+    journal.submit_sample(TENANT, second, 5, message())
+    assert taking("a", "v0", limit=9) == ["5 1"]
+
+
+def test_no_request_waits_long_for_a_sampler_that_does_not_take_it_or_at_all_for_one_that_is_gone(
+    journal, of_version, taking, kill, store
+):
+    sampler = of_version(1)
+    assert taking("b", "v1") == []
+    for seq in range(2):
+        journal.submit_sample(TENANT, sampler, seq, message())
+    store.redis.zadd(keys.waiting(TENANT, SLUG), {f"{sampler.sampler_id}:1": store.now() - 60})
+    assert taking("a", "v0", leaves_s=30) == ["1 1"]
+    kill(taking.leases["b"])
+    assert taking("a", "v0", leaves_s=30) == ["0 1"]
+
+
+def test_a_tenant_whose_requests_are_left_holds_nobody_up(journal, registry, of_version, taking):
+    sampler = of_version(1)
+    session_id = registry.create_session("other").session_id
+    others = registry.create_sampler(
+        "other", session_id=session_id, seq=0, base_model=BASE, slug=SLUG, adapter_dir="v0"
+    )
+    assert taking("b", "v1") == []
+    journal.submit_sample(TENANT, sampler, 0, message())
+    journal.submit_sample("other", others, 1, message())
+    assert taking("a", "v0") == ["1 0"]
+    assert taking("b", "v1") == ["0 1"]
+
+
 def serve_until_it_kills(journal, new_lease, kill, guilty: str, limit: int) -> list[str]:
     """Samplers, one after the other, that die with everything in their hands once `guilty` is among it."""
     done: list[str] = []
@@ -321,10 +407,10 @@ def test_a_sample_cancelled_in_a_samplers_hands_ends_at_once_and_its_result_coun
     jobs = journal.take_samples(SLUG, lease, limit=9)
     assert journal.held_samples(lease) == {(TENANT, job.request_id) for job in jobs}
     with store.redis.pubsub() as heard:
-        heard.subscribe(keys.WAKE)
+        heard.subscribe(keys.wake(keys.cancelling("s1")))
         assert cancelling.cancel(TENANT, jobs[0].request_id) == "cancelled"
         heard.get_message(timeout=60)
-        assert heard.get_message(timeout=60)["data"] == keys.cancelling("s1").encode()
+        assert heard.get_message(timeout=60)["type"] == "message"
     assert journal.held_samples(lease) == {(TENANT, jobs[1].request_id)}
     with pytest.raises(StaleOwner):
         journal.commit_sample(lease, jobs[0], Outcome(result=b"\x01"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from openrl.tasks import keys
 from openrl.tasks.doorbell import Waiter
-from openrl.tasks.futures import Future, Futures
+from openrl.tasks.futures import Completions, Future, Futures
 from openrl.tasks.journal import Journal
 from openrl.tasks.messages import CreateModel, Message
 from openrl.tasks.ownership import Lease
@@ -40,11 +40,13 @@ class Service:
         self.journal = Journal(store)
         self.registry = Registry(store)
         self.futures = Futures(store)
+        self.completions = Completions(store)
         self.leases: list[Lease] = []
         self._names = itertools.count()
 
     def close(self) -> None:
-        """End the threads behind leases."""
+        """End the threads behind leases and the subscription."""
+        self.completions.close()
         for lease in self.leases:
             lease.close()
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import queue
 import threading
 import time
 from dataclasses import replace
@@ -16,6 +17,7 @@ from openrl.tasks.process import MOST_FAILURES, Streak
 from openrl.tasks.wire.codec import output_to_json
 from openrl.workers.trainer.doubts import Doubts
 from tests.trainer.bench import forward_backward
+from tests.trainer.service import BASE
 from tests.trainer.test_device import bits
 
 
@@ -229,6 +231,64 @@ def test_an_idle_trainer_asks_the_store_once_a_look(service):
     for _ in range(10):
         assert not trainer.engine.turn()
     assert service.store.redis.info("commandstats")["cmdstat_evalsha"]["calls"] == before + 10
+
+
+def overheard(service, trainer) -> queue.SimpleQueue:
+    """Return what the owner's process hears, in place of its engine."""
+    subscribed, said = threading.Event(), queue.SimpleQueue()
+    service.completions.call_on_wake(trainer.name, subscribed.set)
+    service.completions.call_with(trainer.name, said.put)
+    assert subscribed.wait(60)
+    return said
+
+
+def hidden(service, client) -> None:
+    """Let a look into the journal not find the run."""
+    service.store.redis.zrem(keys.ready(BASE), f"{client.tenant} {client.run_id}")
+
+
+def test_an_operation_that_was_told_of_is_carried_out_without_a_look(service):
+    trainer, client = service.trainer(poll_s=600.0), service.client()
+    trainer.spin()
+    said = overheard(service, trainer)
+    client.submit(forward_backward(seed=1))
+    hidden(service, client)
+    trainer.engine.hear(said.get(timeout=60))
+    assert trainer.engine.turn() and client.states() == "dd"
+    assert trainer.engine.knows(client.tenant, f"{client.run_id}:1")
+
+
+def test_an_operation_that_was_told_of_and_taken_is_carried_out_once(service):
+    trainer, client = service.trainer(poll_s=600.0), service.client()
+    trainer.spin()
+    said = overheard(service, trainer)
+    client.submit(forward_backward(seed=1))
+    trainer.spin()
+    trainer.engine.hear(said.get(timeout=60))
+    assert not trainer.engine.turn() and client.states() == "dd"
+    assert trainer.resident(client).applied == 1
+
+
+def test_an_engine_that_is_told_of_more_than_it_has_done_looks(service):
+    trainer, client = service.trainer(poll_s=600.0), service.client()
+    trainer.spin()
+    said = overheard(service, trainer)
+    client.submit(forward_backward(seed=1))
+    told = said.get(timeout=60)
+    trainer.engine._holdings.drop((client.tenant, client.run_id))
+    trainer.engine.hear(told)
+    assert trainer.engine.turn() and client.states() == "dd"
+
+
+def test_an_engine_that_is_told_all_the_time_looks_all_the_same(service):
+    trainer, client = service.trainer(poll_s=0.001), service.client()
+    trainer.spin()
+    said = overheard(service, trainer)
+    orphan = service.client()
+    client.submit(forward_backward(seed=1))
+    time.sleep(0.01)
+    trainer.engine.hear(said.get(timeout=60))
+    assert trainer.engine.turn() and (client.states(), orphan.states()) == ("dd", "d")
 
 
 def test_what_arrives_during_a_pass_is_taken_along_with_its_commit_and_looked_for_no_second_time(service, monkeypatch):

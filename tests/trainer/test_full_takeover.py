@@ -58,6 +58,24 @@ def test_a_full_run_that_changes_hands_ends_with_the_same_bits(
     assert (bits(trainer.resident(client)), client.states()) == expected
 
 
+def test_after_a_step_the_next_version_of_a_run_that_publishes_each_is_encoded_before_it_is_asked_for(
+    service: Service,
+) -> None:
+    client = service.client(**FULL)
+    trainer = service.trainer(pool=client.pool)
+    ahead = []
+    for number in range(3):
+        client.submit(forward_backward(seed=number))
+        client.submit(OptimStep(learning_rate=0.01))
+        trainer.spin()
+        chains = trainer.device._checkpoints._versions._chains
+        ahead.append(any(chain.staged for chain in chains.values()))
+        saved = client.submit(SaveWeightsForSampler(name=f"v{number}"))
+        trainer.spin()
+        assert client.answer(saved)["path"].endswith(f"v{number}")
+    assert ahead == [False, False, True]
+
+
 def test_a_step_that_breaks_halfway_counts_as_failed_and_the_run_goes_on_as_a_replay_has_it(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,6 +155,29 @@ def test_an_altered_or_missing_file_or_schema_fails_verification(saved):
         manifest.read(saved)
 
 
+def test_what_is_read_of_a_version_is_what_was_compared(loaded, saved):
+    manifest.write(saved, a_manifest())
+    found, contents = manifest.contents(saved)
+    assert found == manifest.verify(saved)
+    assert contents == {name: (saved / name).read_bytes() for name in found.files}
+    for path in saved.iterdir():
+        path.unlink()  # nothing is read a second time
+    again = load_adapter(saved, loaded, contents=contents)
+    written = random_adapter(loaded)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), written.parameters(), strict=True))
+
+
+def test_a_version_that_differs_from_its_manifest_is_not_read(saved):
+    manifest.write(saved, a_manifest())
+    path = saved / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(InvalidRequest, match="differs"):
+        manifest.contents(saved)
+    path.unlink()
+    with pytest.raises(InvalidRequest, match="lack the file"):
+        manifest.contents(saved)
+
+
 def test_a_version_appears_whole_and_is_never_replaced(tmp_path):
     final = layout.resolve(tmp_path, layout.sampler_dir("local", RUN, "v1", 5))
     for text in ("first", "second"):

@@ -28,6 +28,7 @@ from openrl.workers.model.settings import CONTEXT, STAYS, AcceleratorSettings
 from openrl.workers.sampler.engine import Runner, SamplerEngine
 from openrl.workers.sampler.requests import Limits
 from openrl.workers.sampler.settings import SamplerSettings
+from openrl.workers.sampler.switching import Switching
 
 log = logging.getLogger(__name__)
 
@@ -132,10 +133,11 @@ def build(
         stop_s=settings.stop_s,
         drafts=Publisher(store),
         accelerator=accelerator,
+        version=drawing.directory if isinstance(drawing, Switching) else None,
     )
     completions.call_on_wake(keys.samplers(slug), engine.wake)
     completions.call_on_wake(keys.cancelling(name), engine.let_go)
-    completions.call_with(keys.new_versions(slug), engine.hear_version)
+    completions.call_with(keys.new_versions(slug), lambda said: engine.hear_version(said.decode()))
     return engine
 
 

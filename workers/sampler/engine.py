@@ -86,12 +86,16 @@ class SamplerEngine:
         streak: Streak | None = None,
         drafts: Publisher | None = None,
         accelerator: Accelerator | None = None,
+        version: Callable[[], str] | None = None,
     ) -> None:
         """Serve what `runner` draws.
 
         `new_lease` is called when `lease` was lost; `stop_s` bounds how long `stop` waits for a step; `drafts`
         publishes tokens as they are drawn, None: nobody hears them. No `accelerator`: it is this process's own.
+        `version` tells the directory of the one version in memory ("" while there is none); None: the runner keeps
+        many.
         """
+        self._version = version
         self._accelerator = accelerator or Accelerator()
         self.lease = lease
         self._runner = runner
@@ -109,6 +113,7 @@ class SamplerEngine:
         self._new_versions: deque[str] = deque(maxlen=MOST_NEWS)
         self._cancelled = threading.Event()
         self._stopping = threading.Event()
+        self._resting = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="sampler-engine", daemon=True)
         self._uncommitted: deque[tuple[SampleJob, Outcome]] = deque()
         self._disk_refused = False
@@ -136,6 +141,10 @@ class SamplerEngine:
         """Hear that weights were saved for sampling."""
         self._new_versions.append(directory)
         self._look_up()
+
+    def rests(self, timeout_s: float) -> bool:
+        """Wait until there is nothing to draw; False after `timeout_s`."""
+        return self._resting.wait(timeout_s)
 
     def knows(self, tenant: str, request_id: str) -> bool:
         """Tell that it must look: which requests are in its hands is its own thread's to know."""
@@ -201,7 +210,9 @@ class SamplerEngine:
         self._show(busy=bool(self._runner.requests))
         if not self._runner.requests:
             if not self._stopping.is_set():
+                self._resting.set()
                 self._woken.wait(max(0.0, self._take_at - time.monotonic()))
+                self._resting.clear()
             return
         ended = self._advance()
         for one in ended:
@@ -232,7 +243,10 @@ class SamplerEngine:
         self._looks.clear()
         self._take_at = time.monotonic() + self._poll_s
         most = self._runner.most_of_tenant
-        jobs = self._journal.take_samples(self.slug, self.lease, limit=most, of_tenant=most)
+        version = self._version() if self._version else None
+        jobs = self._journal.take_samples(
+            self.slug, self.lease, limit=most, of_tenant=most, version=version, leaves_s=self._poll_s
+        )
         if len(jobs) >= most:
             self._take_at = 0.0
         for job in jobs:

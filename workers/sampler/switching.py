@@ -164,6 +164,10 @@ class Switching:
         """The version in memory; None while there is none."""
         return self._rotation.current
 
+    def directory(self) -> str:
+        """Return where the version in memory lies; "" while there is none."""
+        return self.version.directory if self.version is not None else ""
+
     def add(self, request: Request) -> None:
         """Take a request in; it waits for its version's turn.
 

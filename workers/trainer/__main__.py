@@ -140,6 +140,7 @@ def build(
         accelerator=accelerator,
     )
     completions.call_on_wake(name, engine.wake)
+    completions.call_with(name, engine.hear)
     return engine, slug
 
 

@@ -20,12 +20,13 @@ from dataclasses import replace
 from openrl.tasks.doorbell import Waiter
 from openrl.tasks.errors import StaleOwner, StoreUnavailable
 from openrl.tasks.journal import Journal, Operation, Outcome, Slice, Taking
-from openrl.tasks.messages import CreateModel, LoadWeights, Message
+from openrl.tasks.messages import CreateModel, LoadWeights, Message, OptimStep
 from openrl.tasks.operations import Usage
 from openrl.tasks.ownership import Lease
 from openrl.tasks.process import Streak
 from openrl.timeslice.errors import NotGranted
 from openrl.workers.model.accelerator import Accelerator
+from openrl.workers.trainer.bell import Bell
 from openrl.workers.trainer.device import Device
 from openrl.workers.trainer.doubts import Doubts
 from openrl.workers.trainer.holdings import Holdings
@@ -34,6 +35,7 @@ from openrl.workers.trainer.passes import Chosen, Pass, Pending, Planner, Queue
 from openrl.workers.trainer.reading import Name, Reading
 from openrl.workers.trainer.recovery import Recovery
 from openrl.workers.trainer.residency import state_bytes
+from openrl.workers.trainer.residents import Key
 from openrl.workers.trainer.runs import Run
 from openrl.workers.trainer.settings import TrainerSettings
 from openrl.workers.trainer.settling import RETRY_S, Settling, void
@@ -96,8 +98,11 @@ class TrainerEngine:
         self._residents = self._holdings.residents
         self._accelerator.hold(lambda: device.residency.tensors(self._residents))
         self._taking = Taking(slug, settings.max_runs, settings.max_operations, settings.max_runs)
-        self._bell = threading.Event()
+        self._bell = Bell()
+        self._look_at = 0.0
+        """When the journal is looked into whatever was told: of what nobody owns nobody is told."""
         self._stopping = threading.Event()
+        self._resting = threading.Event()
         self._outage = Outage()
         self._doubts = doubts or Doubts(settings.doubt_s)
         self._reading = reading or Reading(journal)
@@ -124,7 +129,15 @@ class TrainerEngine:
 
     def wake(self) -> None:
         """Look now: something was submitted."""
-        self._bell.set()
+        self._bell.ring()
+
+    def hear(self, said: bytes) -> None:
+        """Look now, or at once carry out what the journal told of along with the ring."""
+        self._bell.tell(said)
+
+    def rests(self, timeout_s: float) -> bool:
+        """Wait until there is nothing to carry out; False after `timeout_s`."""
+        return self._resting.wait(timeout_s)
 
     def knows(self, tenant: str, request_id: str) -> bool:
         """Tell whether the journal has already offered the operation here."""
@@ -142,7 +155,7 @@ class TrainerEngine:
     def stop(self) -> None:
         """Finish the current pass and hand back every run; return within the bound, whatever is left."""
         self._stopping.set()
-        self._bell.set()
+        self._bell.ring()
         if self._thread.is_alive():
             self._say("stopping")
             self._thread.join(self._settings.stop_s)
@@ -155,10 +168,13 @@ class TrainerEngine:
     def _loop(self) -> None:
         while not self._stopping.is_set():
             if self._settling.taken is None:
-                self._bell.clear()
+                self._bell.hush()
             if not (self._guarded(self.turn) and (self._has_more or self._settling.taken)):
                 self._say("ready")
+                self._resting.set()
                 self._bell.wait(self._settings.poll_s)
+                self._resting.clear()
+        self._resting.set()
         self._reading.forget()
         self._guarded(self.hand_back_all)
 
@@ -187,8 +203,9 @@ class TrainerEngine:
             raise StaleOwner("the lease was lost")
         slices, self._settling.taken = self._settling.taken, None
         is_brought = slices is not None
+        told = [] if is_brought else self._told()
         if slices is None:
-            slices = self._journal.take_next(self._lease, self._taking)
+            slices = told or self._look()
         self._holdings.note_offered(slices)
         ready = [each for each in slices if not self._doubts.pauses((each.tenant, each.run_id))]
         # What was brought along isn't followed by more of that: to cancel something takes a look with empty hands.
@@ -197,8 +214,29 @@ class TrainerEngine:
             self._reading.forget()
         waiting = {(each.tenant, each.run_id) for each in (*slices, *(self._settling.taken or ()))}
         self._has_more = len(slices) == self._settings.max_runs or any(self._left(each) for each in ready)
-        self._holdings.let_go(waiting, self._lease, gives_up=lambda: self._stopping.is_set() or self._bell.is_set())
+        if not told:  # which doesn't say what else waits
+            self._holdings.let_go(waiting, self._lease, gives_up=lambda: self._stopping.is_set() or self._bell.is_set())
         return progressed
+
+    def _look(self) -> list[Slice]:
+        """Ask the journal what can be executed."""
+        self._look_at = time.monotonic() + self._settings.poll_s
+        return self._journal.take_next(self._lease, self._taking)
+
+    def _told(self) -> list[Slice]:
+        """Return what was told with the last rings, if it can be carried out as it is, and it isn't time to look."""
+        heard = self._bell.heard()
+        if time.monotonic() >= self._look_at:
+            return []
+        slices: dict[Key, Slice] = {}
+        for said in heard:
+            each = self._journal.heard(self._lease, said)
+            run = None if each is None else self._residents.get((each.tenant, each.run_id))
+            if each is None or run is None or run.token != each.token or run.applied < each.applied:
+                return []
+            if run.applied == each.applied:
+                slices[run.key] = each
+        return list(slices.values())
 
     def _in_turn(self, ready: Sequence[Slice], *, looks: bool) -> bool:
         """Carry out what is ready, once the accelerator is ours. Tells whether anything took effect."""
@@ -348,7 +386,7 @@ class TrainerEngine:
             return None
 
     def _after(self, work: Work, outcome: Outcome) -> None:
-        """Save the run: at once after a load, else when that is due."""
+        """Save the run: at once after a load, else when that is due. After a step its next version may be foreseen."""
         message, run = work.message, work.run
         if run.trained is None or not self._residents.holds(run) or run.applied != work.seq_id:
             return
@@ -357,6 +395,8 @@ class TrainerEngine:
             self._holdings.save(run, self._lease)
         else:
             self._holdings.save_if_due(run, self._lease)
+        if isinstance(message, OptimStep) and outcome.error is None:
+            self._device.foresee(run)
 
     # starting over, stopping
 

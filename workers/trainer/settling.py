@@ -18,6 +18,7 @@ from openrl.tasks.journal import Committal, Journal, Operation, Outcome, Slice, 
 from openrl.tasks.messages import CreateModel, ForwardBackward, OptimStep
 from openrl.tasks.operations import MISSING, REFUSED
 from openrl.tasks.ownership import Lease
+from openrl.workers.trainer.bell import Bell
 from openrl.workers.trainer.doubts import Doubts
 from openrl.workers.trainer.holdings import Holdings
 from openrl.workers.trainer.outage import Outage
@@ -43,7 +44,7 @@ class Settling:
         waiter: Waiter,
         outage: Outage,
         taking: Taking,
-        bell: threading.Event,
+        bell: Bell,
         stopping: threading.Event,
         discard: Callable[[Outcome], None],
     ) -> None:
@@ -143,10 +144,10 @@ class Settling:
         """Send outcomes to the journal; return what is in the way of each. `looks`: take what is next as well."""
         if not looks:
             return self._journal.commit_all(self._lease(), committals)[0]
-        self._bell.clear()
+        self._bell.forget()
         refusals, taken = self._journal.commit_all(self._lease(), committals, then=self._taking)
         if taken is None:
-            self._bell.set()
+            self._bell.tell(b"")
         self.taken = taken or None
         return refusals
 
