@@ -30,6 +30,7 @@ def test_what_was_laid_out_has_the_same_values_and_asks_for_gradients_as_before(
 def test_the_vector_of_parts_is_where_they_lie_and_of_any_other_list_a_copy():
     parts = laid_out(some())
     assert vector_of(parts) is parts.whole and len(parts.whole) == room_of(list(parts)) == room_of(parts)
+    assert vectors.size_bytes(parts) == parts.whole.nbytes > vectors.size_bytes(list(parts)) == 4 * 119
     copied_N = vector_of(list(parts))
     assert torch.equal(copied_N, parts.whole) and copied_N.data_ptr() != parts.whole.data_ptr()
 

@@ -74,7 +74,7 @@ class Run:
     @property
     def size_bytes(self) -> int:
         """Memory of parameters, moments and gradient."""
-        return sum(tensor.nbytes for group in self.tensors() for tensor in group)
+        return sum(map(vectors.size_bytes, self.tensors()))
 
     def tensors(self) -> list[Sequence[Tensor]]:
         """Return parameters, both moments and gradient, in the order of the parameters; [] for what isn't there."""

@@ -66,6 +66,11 @@ def room_of(tensors: Sequence[Tensor]) -> int:
     return len(tensors.whole) if isinstance(tensors, Parts) else sum(_padded(tensor.numel()) for tensor in tensors)
 
 
+def size_bytes(tensors: Sequence[Tensor]) -> int:
+    """Return the memory that the tensors take."""
+    return tensors.whole.nbytes if isinstance(tensors, Parts) else sum(tensor.nbytes for tensor in tensors)
+
+
 def laid_out(tensors: Sequence[Tensor]) -> Parts:
     """Return copies that lie one behind another; what asks for gradients goes on asking."""
     return Parts(_copied(tensors), tensors)
