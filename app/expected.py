@@ -14,9 +14,10 @@ from openrl.tasks.futures import Completions, Watch
 from openrl.tasks.operations import Promise
 
 MOST = 1024
-"""Promises that are watched at a time, each with 8 KB of a result at most."""
+"""Promises that are watched at a time, each with what `steps.lua` tells of a result at most."""
 KEPT_S = 30.0
-"""How long one is; its client asks within milliseconds."""
+"""After this long one makes way for the next; its client asks within milliseconds. One that is fetched in
+another way stays until then."""
 
 Name = tuple[str, str]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,11 @@ from openrl.app.auth import caller, require
 from openrl.app.context import model_of, registry, services, tenant
 from openrl.app.greenlets import beside, off_loop
 from openrl.app.held import Held
+from openrl.app.recent import Recent
 from openrl.app.schemas import BINARY, INT64_MAX, Flag, Number, Sent, Text, Whole, tag
 from openrl.tasks import keys
 from openrl.tasks.deliveries import Batch
-from openrl.tasks.errors import InvalidRequest, NotFound, NotServed, shown
+from openrl.tasks.errors import InvalidRequest, NotFound, NotServed, OpenRLError, shown
 from openrl.tasks.futures import Future
 from openrl.tasks.messages import Sample, SaveWeightsForSampler
 from openrl.tasks.operations import JSON, PROTOBUF
@@ -165,7 +167,13 @@ def _foresee(sampler_id: str | None) -> None:
     """Look a new sampler up while its client makes up its first request."""
     if sampler_id:
         find = partial(services().registry.sampler, tenant(), sampler_id)
-        beside(services().known_samplers.get, (tenant(), sampler_id), find)
+        beside(_look_up, services().known_samplers, (tenant(), sampler_id), find)
+
+
+def _look_up(known: Recent[Any], key: tuple[str, str], find: Callable[[], Any]) -> None:
+    """Remember what is found; whoever asks for it is told why where it can't be."""
+    with suppress(OpenRLError):
+        known.get(key, find)
 
 
 def _pending(request_id: str) -> Response:

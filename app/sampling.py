@@ -15,7 +15,7 @@ from openrl.app.context import base_model, check_base, model_of, registry, servi
 from openrl.app.greenlets import off_loop
 from openrl.app.schemas import INT64_MAX, Definite, Flag, PromiseSchema, Sent, Text, Whole, tag, unicode_only
 from openrl.tasks import keys
-from openrl.tasks.errors import InvalidRequest, shown
+from openrl.tasks.errors import InvalidRequest, NotFound, shown
 from openrl.tasks.messages import Sample
 from openrl.tasks.operations import Promise
 from openrl.tasks.registry import Checkpoint, Sampler
@@ -227,7 +227,11 @@ def submit(sampler: Sampler, seq_id: int, message: Sample) -> Promise:
     request_id = keys.request_id(sampler.sampler_id, seq_id)
     letter = services().doorbell.letter(*place, request_id)
     send = partial(services().journal.submit_sample, tenant(), sampler, seq_id, message, letter=letter)
-    promise = services().expected.submit(tenant(), request_id, send)
+    try:
+        promise = services().expected.submit(tenant(), request_id, send)
+    except NotFound:
+        registry().sampler(tenant(), sampler.sampler_id)  # which says why it is no longer there
+        raise
     services().ring(*place, promise.request_id, posted=letter is not None)
     return promise
 

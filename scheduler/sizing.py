@@ -111,6 +111,7 @@ def full_trainer(
         host=(
             *(master, moments, weights, gradient),
             part("what the next version is compared with", stored),
+            part("the next version, encoded ahead", stored),
             part("a checkpoint on its way in or out", MASTER_BYTES + MOMENTS_BYTES),
             _process(),
         ),

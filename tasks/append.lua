@@ -106,10 +106,11 @@ if mode == 'submit' and ARGV[15] ~= '' then
   redis.call('LPUSH', ARGV[15], ARGV[16])
 end
 -- The owner hears of it here, at once; the doorbell shows the operation, and finds a worker for a run without an owner.
--- What is next in its run and short comes along, as `take` would bring it: what that would keep back doesn't.
+-- What is next in its run, alone there and short comes along, as `take` would bring it: what that would keep back doesn't.
 local owned = redis.call('HMGET', run, 'owner', 'token', 'suspect', 'cancels')
 local function told()
-  if mode ~= 'submit' or ahead ~= 1 or #body > 16384 or string.sub(body, 1, 1) ~= '=' or owned[3] == seq or owned[4] then
+  if mode ~= 'submit' or ahead ~= 1 or #body > TOLD_BODY or string.sub(body, 1, 1) ~= '=' or owned[3] == seq or owned[4]
+    or redis.call('HEXISTS', K.journal(tenant, run_id), string.format('%d', seq + 1)) == 1 then
     return ''
   end
   local left = tonumber(ARGV[9]) > 0 and tokens_left(tenant, now)

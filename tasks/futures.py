@@ -217,7 +217,11 @@ class Completions:
         with self._lock:
             self._waiting[name].add(event)
         self._is_watched = True
-        self._ensure_thread()  # not before: its first subscription wakes those who wait by then
+        try:
+            self._ensure_thread()  # not before: its first subscription wakes those who wait by then
+        except BaseException:
+            self._end(name, event)
+            raise
 
     def _end(self, name: bytes, event: Watch) -> None:
         with self._lock:

@@ -206,12 +206,15 @@ class Journal(Samples, Unloading):
         """
         lengths, _, rest = said.partition(b"\n")
         row, start = [], 0
-        for length in map(int, lengths.split()):
-            row.append(rest[start : start + length])
-            start += length
-        if lease.lost or lease.held.get((row[0].decode(), row[1].decode())) != int(row[2]):
+        try:
+            for length in map(int, lengths.split()):
+                row.append(rest[start : start + length])
+                start += length
+            if lease.lost or lease.held.get((row[0].decode(), row[1].decode())) != int(row[2]):
+                return None
+            return next(iter(self._slices(lease, [row])), None)
+        except (ValueError, IndexError, KeyError, OtherVersion):  # another version's: the journal has it too
             return None
-        return next(iter(self._slices(lease, [row])), None)
 
     @translated()
     def bodies(self, operations: Sequence[Operation]) -> list[bytes | OSError]:

@@ -376,7 +376,10 @@ def depth(kind: str, slug: str) -> str:
 
 
 def worker(worker_id: str) -> str:
-    """hash with a TTL, the lease: generation, kind, slug, state, pid, started, last_busy."""
+    """hash with a TTL, the lease: generation, kind, slug, state, pid, started, last_busy.
+
+    Of a sampler that keeps one version in memory also: version, room (requests of a tenant that it takes).
+    """
     return f"openrl:worker:{worker_id}"
 
 

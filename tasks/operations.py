@@ -30,7 +30,7 @@ class Promise:
 
     request_id: str
     run_id: str = ""
-    is_new: bool = field(default=True, compare=False)
+    is_new: bool = field(default=False, compare=False)
     """Whether it was accepted by this very call; what was accepted before may have ended since."""
 
 

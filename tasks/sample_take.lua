@@ -20,7 +20,8 @@ for _, other in ipairs(redis.call('SMEMBERS', K.claimants(slug))) do
   end
 end
 
-local LOOK = 64 -- of a tenant's oldest, at so many: more than any sampler has room for
+local MOST_LOOKED_AT = 1024
+local look = 0 -- of a tenant's oldest, at so many: no more are left than others have room for
 local room, idle = {}, {} -- by version, of the other samplers that have it
 if (ARGV[8] or '') ~= '' then
   redis.call('HSET', K.worker(worker), 'version', ARGV[8], 'room', ARGV[7])
@@ -30,11 +31,13 @@ if (ARGV[8] or '') ~= '' then
       local in_hand = redis.call('HLEN', K.inflight(other))
       local left = math.max(0, (tonumber(has[2]) or math.huge) - in_hand)
       room[has[1]] = (room[has[1]] or 0) + left
+      look = look + left
       idle[has[1]] = idle[has[1]] or in_hand == 0
     end
   end
 end
 
+look = math.min(look, MOST_LOOKED_AT)
 local now, is_left = tonumber(clock()), {}
 local function leaves(tenant, request_id, submitted, in_hand)
   local member = tenant .. ' ' .. request_id
@@ -54,7 +57,7 @@ local function oldest(tenant, in_hand)
   if not next(room) then
     return redis.call('ZRANGE', waiting, 0, 0)[1]
   end
-  local found = redis.call('ZRANGE', waiting, 0, LOOK - 1, 'WITHSCORES')
+  local found = redis.call('ZRANGE', waiting, 0, look, 'WITHSCORES')
   for i = 1, #found, 2 do
     if not leaves(tenant, found[i], tonumber(found[i + 1]), in_hand) then
       return found[i]

@@ -225,6 +225,9 @@ local function enter(tenant, run_id, slug, seq, header)
   weigh(tenant, tonumber(header.size))
 end
 
+-- Bytes of a body and of a result that are told of along with a wake-up; of longer ones only that they are there.
+local TOLD_BODY, TOLD_RESULT = 16384, 8192
+
 -- Keep a promise: write how it ended, let it expire, tell who waits; what is short is told as a whole.
 -- `ending`: {state, content_type, result (stowed), error, category}
 local function finish(tenant, request_id, ending, now, ttl_s)
@@ -236,7 +239,7 @@ local function finish(tenant, request_id, ending, now, ttl_s)
     keep_file(ending.result, now + ttl_s)
   end
   local told = tenant .. ' ' .. request_id
-  if #ending.result <= 8192 and string.sub(ending.result, 1, 1) ~= '@' then
+  if #ending.result <= TOLD_RESULT and string.sub(ending.result, 1, 1) ~= '@' then
     local of = redis.call('HMGET', future, 'kind', 'model_id', 'submitted')
     told = told .. '\n' .. cjson.encode({schema = SCHEMA.future, state = ending.state, content_type = ending.content_type,
       error = ending.error, category = ending.category, finished = now, kind = of[1] or '', model_id = of[2] or '',

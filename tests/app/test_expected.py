@@ -45,11 +45,16 @@ def test_a_result_that_is_told_is_answered_without_a_look_into_the_store(
     assert reads(store) == before + 1
 
 
-def test_a_failure_that_is_told_is_answered_as_one(api: Api, worker: Worker) -> None:
+def test_a_failure_that_is_told_is_answered_as_one_without_a_look(api: Api, worker: Worker, store: Store) -> None:
     run = api.run()
+    api.poll(f"{run}:0")
     api.ok(api.optim_step(run, 1))
+    told = api.services.expected._watches["local", f"{run}:1"][1]
     worker.step({"optim_step": Outcome(error="no gradient", category="user")})
+    assert threading.Event.wait(told, 60)
+    before = reads(store)
     assert api.ok(api.poll(f"{run}:1")) == {"error": "no gradient", "category": "user"}
+    assert reads(store) == before
 
 
 def test_what_was_accepted_before_is_looked_for(api: Api, worker: Worker) -> None:
@@ -74,10 +79,13 @@ def test_whoever_waits_looks_when_the_subscription_was_broken(api: Api, worker: 
     run = api.run()
     api.poll(f"{run}:0")
     api.ok(api.optim_step(run, 1))
+    watch = api.services.expected._watches["local", f"{run}:1"][1]
     store.redis.client_kill_filter(_type="pubsub")
+    assert threading.Event.wait(watch, 60), "the new subscription wakes all who wait"
+    watch.clear()
     worker.step({"optim_step": Outcome(result=b'{"metrics": {}}')})
-    answers = [api.poll(f"{run}:1").status_code for _ in range(2)]
-    assert answers[-1] == 200
+    assert threading.Event.wait(watch, 60)
+    assert api.poll(f"{run}:1").status_code == 200
 
 
 def test_a_refused_submission_is_not_expected(completions: Completions) -> None:
@@ -94,8 +102,8 @@ def test_only_so_many_are_watched_and_none_for_long(completions: Completions) ->
     now = [0.0]
     waiting = Expected(completions, clock=lambda: now[0])
     for number in range(MOST + 1):
-        waiting.submit("t", f"r{number}", lambda: Promise(request_id=""))
+        waiting.submit("t", f"r{number}", lambda: Promise(request_id="", is_new=True))
     assert len(completions._waiting) == MOST and waiting.take("t", "r0") is None
     now[0] = KEPT_S
-    waiting.submit("t", "another", lambda: Promise(request_id=""))
+    waiting.submit("t", "another", lambda: Promise(request_id="", is_new=True))
     assert list(completions._waiting) == [b"t another"]

@@ -23,7 +23,7 @@ def test_what_is_set_wins_over_the_defaults():
         ("MAX_CPU_LORAS", "2"),
         ("TENSOR_PARALLEL_SIZE", "0"),
         ("GPU_MEMORY_UTILIZATION", "1.1"),
-        ("PACKED_BYTES", "-1"),
+        ("WEIGHTS_COPY_BYTES", "-1"),
     ],
 )
 def test_nonsense_is_refused_by_name(name, value):
@@ -32,4 +32,4 @@ def test_nonsense_is_refused_by_name(name, value):
 
 
 def test_the_copy_of_the_weights_can_be_turned_off():
-    assert SamplerSettings.from_env({"OPENRL_SAMPLER_PACKED_BYTES": "0"}).packed_bytes == 0
+    assert SamplerSettings.from_env({"OPENRL_SAMPLER_WEIGHTS_COPY_BYTES": "0"}).weights_copy_bytes == 0

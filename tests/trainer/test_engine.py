@@ -280,6 +280,59 @@ def test_an_engine_that_is_told_of_more_than_it_has_done_looks(service):
     assert trainer.engine.turn() and client.states() == "dd"
 
 
+def woken(trainer, said) -> None:
+    """Let the engine do what it does once it rang with all that was said: go on as long as it knows of more."""
+    while not said.empty():
+        trainer.engine.hear(said.get())
+    knows_more = True
+    while knows_more:
+        if trainer.engine._settling.taken is None:
+            trainer.engine._bell.hush()
+        knows_more = trainer.engine.turn() and (trainer.engine._has_more or trainer.engine._settling.taken)
+
+
+def test_what_stands_behind_a_gap_is_carried_out_with_what_closes_it(service):
+    trainer, client = service.trainer(poll_s=600.0), service.client()
+    trainer.spin()
+    said = overheard(service, trainer)
+    for seq in (2, 1):
+        client.submit(forward_backward(seed=1), seq=seq)
+        while said.empty():
+            time.sleep(0.001)
+        woken(trainer, said)
+    client.seq = 2
+    assert client.states() == "ddd"
+
+
+def test_what_one_run_is_told_of_does_not_hold_up_what_another_has_queued(service):
+    """The turn before left some of it, which nobody will ring for again."""
+    trainer, client, other = service.trainer(poll_s=600.0, max_operations=2), service.client(), service.client("u")
+    trainer.spin()
+    for _ in range(5):
+        other.submit(forward_backward(seed=1))
+    assert trainer.engine.turn() and "p" in other.states()
+    said = overheard(service, trainer)
+    client.submit(forward_backward(seed=1))
+    while said.empty():
+        time.sleep(0.001)
+    trainer.engine._settling.taken = None  # as when the commit's answer was lost
+    woken(trainer, said)
+    assert (client.states(), other.states()) == ("dd", "d" * 6)
+
+
+def test_a_doorbell_beside_what_was_told_lets_the_engine_look_afterwards(service):
+    trainer, client = service.trainer(poll_s=600.0), service.client()
+    trainer.spin()
+    said = overheard(service, trainer)
+    client.submit(forward_backward(seed=1))
+    orphan = service.client()
+    trainer.engine.hear(said.get(timeout=60))
+    trainer.engine.wake()
+    assert trainer.engine.turn() and trainer.engine._has_more
+    trainer.spin()
+    assert (client.states(), orphan.states()) == ("dd", "d")
+
+
 def test_an_engine_that_is_told_all_the_time_looks_all_the_same(service):
     trainer, client = service.trainer(poll_s=0.001), service.client()
     trainer.spin()

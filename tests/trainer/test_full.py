@@ -258,7 +258,10 @@ def test_a_version_that_was_encoded_ahead_is_published_only_for_the_weights_that
     elif then == "load":
         load = {"checkpoint_path": "x", "checkpoint_dir": saved["directory"], "with_optimizer": False}
         bench.did(run, LoadWeights(**load))
+    staged = chain.staged
+    assert (staged is None) is (then == "load"), "it takes no memory beside a load"
     found = version(bench, run, "last")
+    assert (staged is not None and chain.publisher._base is staged.weights) is (then == "publish")
     expected = {name: one.bfloat16() for name, one in run.weights().named_parameters()}
     assert furthest(found, expected)[0] == 0 and chain.staged is None
 
@@ -273,6 +276,24 @@ def test_no_version_is_encoded_ahead_of_a_run_that_has_stopped_to_publish(tmp_pa
         if number < 2:
             version(bench, run, f"v{number}")
     assert staged == [False, False, True, False, False, False]
+
+
+def test_a_run_that_a_load_set_back_has_versions_encoded_ahead_again_once_it_publishes_by_rhythm(
+    tmp_path: Path,
+) -> None:
+    bench = FullBench(tiny.make_tiny_model(tmp_path / "model", dtype=torch.bfloat16), tmp_path / "data")
+    run = bench.full_run()
+    saved = bench.saved(run)
+    staged = []
+    for number in range(6):
+        stepped(bench, run, number)
+        [*chains] = bench.checkpoints._versions._chains.values()
+        staged += [bool(chains) and chains[0].staged is not None]
+        version(bench, run, f"v{number}")
+        if number == 2:
+            load = {"checkpoint_path": "x", "checkpoint_dir": saved["directory"], "with_optimizer": True}
+            bench.did(run, LoadWeights(**load))
+    assert staged == [False, False, True, False, False, True]
 
 
 def test_what_follows_a_version_that_was_not_registered_does_not_lead_on_from_it(bench: FullBench) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.messages import OptimStep
-from openrl.workers.trainer.optimizer import Moments, adamw_step, global_norm
+from openrl.workers.trainer.optimizer import Moments, adamw_step
 
 SHAPES = [(4, 6), (7, 4), (1, 3)]
 
@@ -16,6 +16,10 @@ SHAPES = [(4, 6), (7, 4), (1, 3)]
 def parameters(*, seed: int = 0) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=draw) for shape in SHAPES]
+
+
+def exact_norm(tensors) -> float:
+    return float(torch.cat([tensor.double().flatten() for tensor in tensors]).norm())
 
 
 def test_many_steps_equal_torchs_adamw_with_changing_parameters_and_clipping():
@@ -63,8 +67,8 @@ def test_clipping_is_global_and_the_reported_norm_is_the_one_before():
     params, moments = parameters(), Moments()
     grads = parameters(seed=1)
     metrics = adamw_step(params, grads, moments, OptimStep(grad_clip_norm=1e-9, beta1=0.0))
-    assert metrics["grad_norm"] == pytest.approx(global_norm(grads), rel=1e-12)
-    assert global_norm(moments.exp_avg) == pytest.approx(1e-9, rel=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(exact_norm(grads), rel=1e-7)
+    assert exact_norm(moments.exp_avg) == pytest.approx(1e-9, rel=1e-6)
     for mean, grad in zip(moments.exp_avg, parameters(seed=1), strict=True):
         torch.testing.assert_close(mean / mean.norm(), grad / grad.norm())
 

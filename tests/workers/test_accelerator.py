@@ -16,7 +16,7 @@ from openrl.tasks import sampling as sampling_tasks
 from openrl.tasks import training, turn_events, worker
 from openrl.tasks.accelerator import AcceleratorTask
 from openrl.tasks.celery import celery
-from openrl.tasks.messages import OptimStep
+from openrl.tasks.messages import OptimStep, SaveWeights
 from openrl.tasks.store import Store
 from openrl.timeslice.errors import Broken, NotGranted
 from openrl.timeslice.seat import Seat
@@ -28,6 +28,7 @@ from openrl.workers.model.loading import LoadedModel, load
 from openrl.workers.model.parking import Parking, owned
 from openrl.workers.model.settings import AcceleratorSettings, book_path
 from openrl.workers.sampler.pools import PoolsParking
+from openrl.workers.trainer import vectors
 from tests.sampler.test_torch_engine import engine, request, run
 from tests.timeslice.world import holder
 from tests.tiny import make_tiny_model
@@ -255,6 +256,32 @@ def test_who_waits_and_is_asked_to_stop_waits_no_longer(share):
         threading.Timer(0.1, stopping.set).start()
         with pytest.raises(NotGranted), second.turn(gives_up=stopping.is_set):
             pass
+
+
+@pytest.mark.parametrize("looks", ["nobody", "a save", "numpy"])
+def test_a_run_trains_on_after_its_memory_was_moved_as_if_it_had_not_been(tmp_path, path, looks):
+    """Whoever lets numpy see a tensor has its memory replaced when it is parked, and the run's vectors with it."""
+    (moved_bench, [moved]), (bench, [state]) = (trainer(path, tmp_path / name) for name in "ab")
+    arena = Arena(tmp_path / "arena", size_bytes=64 * MB)
+    parking = Parking(lambda: owned(moved_bench.device.residency.tensors([moved])), arena)
+    for number in range(3):
+        if looks == "numpy":
+            assert all(tensor.detach().numpy() is not None for group in moved.tensors() for tensor in group)
+        elif looks == "a save":
+            assert moved_bench.one(moved, SaveWeights(name=f"w{number}")).error is None
+        parking.park()
+        arena.leave()
+        parking.restore()
+        assert train(moved_bench, moved, 1, Accelerator().turn) == train(bench, state, 1, Accelerator().turn)
+        pairs = zip(moved.tensors(), state.tensors(), strict=True)
+        assert all(torch.equal(a, b) for mine, other in pairs for a, b in zip(mine, other, strict=True))
+        assert torch.equal(vectors.vector_of(moved.parameters()), vectors.vector_of(list(moved.weights().parameters())))
+
+
+def test_saving_a_run_leaves_its_memory_releasable(tmp_path, path):
+    bench, [state] = trainer(path, tmp_path)
+    assert bench.one(state, SaveWeights(name="w")).error is None
+    assert all(tensor.untyped_storage().resizable() for tensor in bench.device.residency.tensors([state]))
 
 
 def test_a_turn_in_a_turn_is_the_same_one(share):

@@ -13,7 +13,6 @@ from openrl.workers.model.families import family
 from openrl.workers.model.kv_cache import KVCache, Row, cached, row_positions
 from openrl.workers.model.loading import load
 from openrl.workers.model.lora import Adapter, Segment, routing
-from openrl.workers.model.packed import STEADY
 from openrl.workers.model.rotary import FIRST, Rotations
 from tests.model_families.zoo import ZOO, make_model
 
@@ -21,15 +20,14 @@ FAMILIES = sorted(name for name in ZOO if family(ZOO[name]["model_type"]).usual)
 """Each family of the usual form has one at least."""
 
 
-@pytest.mark.parametrize("packed_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("copy_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_short_way_gives_what_transformers_does_with_two_adapters_and_none(tmp_path, name, packed_bytes):
+def test_the_short_way_gives_what_transformers_does_with_two_adapters_and_none(tmp_path, name, copy_bytes):
     """Beginnings, then the rest of two and a token of the third: each row has its own adapter, or the base alone."""
     loaded = load(make_model(tmp_path, name), device="cpu", dtype=torch.float32)
-    way = way_through(loaded, packed_bytes=packed_bytes)
+    way = way_through(loaded, copy_bytes=copy_bytes)
     assert isinstance(way, Decoder)
-    settle(way, loaded)
-    assert [copy.ready() for copy in copies(way)] == [packed_bytes > 0] * len(copies(way))
+    assert [copy.ready() for copy in copies(way)] == [copy_bytes > 0] * len(copies(way))
     # Of the second, the blocks of queries, keys and values are too large to lie on one diagonal.
     adapters = [some_adapter(loaded, seed=1, rank=3), None, some_adapter(loaded, seed=2, rank=40, scale=0.01)]
     sequences = [torch.randint(0, 256, (20,), generator=torch.Generator().manual_seed(i)) for i in range(3)]
@@ -63,26 +61,31 @@ def test_weights_that_are_changed_in_place_are_those_of_the_next_step(tmp_path):
 def test_a_copy_of_the_weights_is_never_older_than_what_was_patched_in_place(tmp_path):
     """As a version of a full run is: through another view of the memory, by numpy, and the count of changes goes up."""
     loaded = load(make_model(tmp_path, "qwen3"), device="cpu", dtype=torch.float32)
-    way, tokens = way_through(loaded, packed_bytes=1 << 30), torch.arange(6)
-    settle(way, loaded)
+    way, tokens = way_through(loaded, copy_bytes=1 << 30), torch.arange(6)
     assert all(copy.ready() for copy in copies(way))
 
     for view in coordinates.views(loaded.model).values():
         view.numpy()[...] *= 1.25
         torch.autograd.graph.increment_version(view)
 
-    for _ in range(STEADY + 2):
-        ours_TD = step(way, KVCache(loaded, slots=1, max_length=8), [Row(0, 0, 6)], [tokens], [None])[0]
-        with torch.no_grad(), packed([6]):
-            torch.testing.assert_close(ours_TD, hidden_states(loaded, tokens, positions([6])), atol=1e-5, rtol=1e-5)
-    assert all(copy.ready() for copy in copies(way)), "made anew once the weights have stood for a while"
+    ours_TD = step(way, KVCache(loaded, slots=1, max_length=8), [Row(0, 0, 6)], [tokens], [None])[0]
+    with torch.no_grad(), packed([6]):
+        torch.testing.assert_close(ours_TD, hidden_states(loaded, tokens, positions([6])), atol=1e-5, rtol=1e-5)
+    assert not any(copy.ready() for copy in copies(way)), "weights that change have none"
+
+
+def test_the_same_rows_give_the_same_bits_from_the_first_step_on(tmp_path):
+    loaded = load(make_model(tmp_path, "qwen3"), device="cpu", dtype=torch.float32)
+    way, sequences = way_through(loaded, copy_bytes=1 << 30), [torch.arange(6), torch.arange(6)]
+    rows = [Row(0, 0, 6), Row(1, 0, 6)]
+    first, *others = (step(way, KVCache(loaded, slots=2, max_length=8), rows, sequences, [None] * 2) for _ in range(8))
+    assert all(torch.equal(mine, other) for parts in others for mine, other in zip(first, parts, strict=True))
 
 
 def test_copies_of_the_weights_take_no_more_than_they_may(tmp_path):
     loaded = load(make_model(tmp_path, "qwen3"), device="cpu", dtype=torch.float32)
     layer = loaded.model.base_model.layers[0]
-    way = way_through(loaded, packed_bytes=sum(one.nbytes for one in layer.parameters() if one.ndim == 2))
-    settle(way, loaded)
+    way = way_through(loaded, copy_bytes=sum(one.nbytes for one in layer.parameters() if one.ndim == 2))
     each = [copy.ready() for copy in copies(way)]
     assert each == [True] * PARTS + [False] * (len(each) - PARTS), "one layer has one"
 
@@ -116,8 +119,7 @@ def test_an_adapter_may_leave_some_of_those_with_one_input_alone(tmp_path, targe
 
 def test_an_adapter_that_is_not_finite_spoils_its_own_rows_alone(tmp_path):
     loaded = load(make_model(tmp_path, "qwen3"), device="cpu", dtype=torch.float32)
-    way, sequences = way_through(loaded, packed_bytes=1 << 30), [torch.arange(6)] * 3
-    settle(way, loaded)
+    way, sequences = way_through(loaded, copy_bytes=1 << 30), [torch.arange(6)] * 3
     broken, sound = some_adapter(loaded, seed=1, rank=4), some_adapter(loaded, seed=2, rank=4)
     for a_RI, _ in broken.weights.values():
         a_RI.data[0] = math.nan
@@ -142,15 +144,9 @@ def test_rotations_are_those_of_the_model_however_far_the_table_has_grown(tmp_pa
         assert torch.equal(ours.of_second[:, 0], second_TE)
 
 
-def settle(way, loaded):
-    """Let the weights stand for as many steps as it takes until they have a copy."""
-    for _ in range(STEADY + 1):
-        step(way, KVCache(loaded, slots=1, max_length=8), [Row(0, 0, 2)], [torch.arange(2)], [None])
-
-
 def copies(way):
     """Return all that may be a copy of weights."""
-    return [group.packed for layer in way._layers for group in layer._made]
+    return [group.copy for layer in way._layers for group in layer._made]
 
 
 def step(way, cache, rows, sequences, adapters):

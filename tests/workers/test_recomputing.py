@@ -8,7 +8,7 @@ import torch
 from openrl.tasks.messages import OptimStep
 from openrl.workers.model import attention, loading
 from openrl.workers.model.attention import packed, positions
-from openrl.workers.model.blocks import Stock, way_through
+from openrl.workers.model.layers import Stock, way_through
 from openrl.workers.model.lora import Segment, routing
 from openrl.workers.model.recomputing import Recomputing, kept_bytes_per_token, left_bytes, recomputed
 from openrl.workers.trainer.device import Device

@@ -1,9 +1,9 @@
 """Causal attention over packed sequences.
 
 All sequences of a pass lie one behind another on one axis `T`. Attention is the only place where tokens meet, and
-here it goes sequence by sequence: no mask over the whole pack is ever built, and a NaN in one sequence can't
-reach another. Transformers finds the function under `openrl_packed`; for a name without a registered mask
-function it builds no mask (`masking_utils._preprocess_mask_arguments`).
+here each sequence is by itself, neighbours of one length as a batch: no mask over the whole pack is ever built, and a
+NaN in one sequence can't reach another. Transformers finds the function under `openrl_packed`; for a name without a
+registered mask function it builds no mask (`masking_utils._preprocess_mask_arguments`).
 
 A layer's own rule says how far back a token sees (its sliding window, itself included) and whether scores are capped.
 A window is a band of blocks, so neither way costs the square of a sequence that is much longer than its window.

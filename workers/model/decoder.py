@@ -6,7 +6,7 @@ together once (`stacked`), rotations are looked up (`rotary`), and what a residu
 For a CPU; models of another form, those on an accelerator, and whatever needs gradients go through transformers.
 
 Weights are read where they lie, so they can be patched, parked and brought back; or, as far as the caller gives room
-for it, from a copy that follows them (`packed`).
+for it, from a copy that follows them (`reordered`).
 
 Axes: `T` packed tokens, `S` those of a segment, `D` hidden, `H` heads, `K` key-value heads, `N` the two together, `E`
 head size, `I` inputs, `O` outputs. Squares of a norm are summed in float32.
@@ -24,7 +24,7 @@ from openrl.workers.model.kv_cache import Appending
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.lora import MultiLoraLinear, current_route
 from openrl.workers.model.norms import RootMeanSquareNorm, normalized
-from openrl.workers.model.packed import Budget, Packed
+from openrl.workers.model.reordered import Budget, Reordered
 from openrl.workers.model.room import Room, Rooms, Sizes
 from openrl.workers.model.rotary import Rotation, Rotations
 from openrl.workers.model.stacked import Stacked, Stacks
@@ -33,10 +33,10 @@ PARTS = 4
 """Groups of linear layers with one input, in each layer: to heads, from heads, into the MLP, out of it."""
 
 
-def way_through(loaded: LoadedModel, *, packed_bytes: int = 0) -> "Decoder | Stock":
-    """Return the cheapest way through a model; copies of its weights may take `packed_bytes` beside it."""
+def way_through(loaded: LoadedModel, *, copy_bytes: int = 0) -> "Decoder | Stock":
+    """Return the cheapest way through a model; copies of its weights may take `copy_bytes` beside it."""
     if loaded.family.usual and loaded.device.type == "cpu":
-        return Decoder(loaded, packed_bytes=packed_bytes)
+        return Decoder(loaded, copy_bytes=copy_bytes)
     return Stock(loaded)
 
 
@@ -61,10 +61,10 @@ class Stock:
 class Decoder:
     """A model of the usual form, by the short way. One thread only."""
 
-    def __init__(self, loaded: LoadedModel, *, packed_bytes: int = 0) -> None:
+    def __init__(self, loaded: LoadedModel, *, copy_bytes: int = 0) -> None:
         body: Any = loaded.model.base_model
         self._embedding, self._rotations = body.embed_tokens, Rotations(body.rotary_emb)
-        budget = Budget(packed_bytes)
+        budget = Budget(copy_bytes)
         self._layers = [_Layer(number, layer, loaded, budget) for number, layer in enumerate(body.layers)]
         self._norm = _Norm(body.norm)
         self._rooms = Rooms(self._layers[0].sizes)
@@ -84,7 +84,7 @@ class Decoder:
     def weights_changed(self) -> None:
         """Hear that the model's weights were changed in place: no copy of them is used any more."""
         for layer in self._layers:
-            layer.forget()
+            layer.drop_copies()
 
     def tensors(self) -> list[Tensor]:
         """Return what was computed from adapters and is kept with them. Any thread may ask."""
@@ -153,13 +153,13 @@ class _Group:
         self.linears = linears
         self._number = number
         self._pairs = [(linear.weight, linear.bias) for linear in linears]
-        self.packed = Packed(linears, budget)
+        self.copy = Reordered(linears, budget)
 
     def of(self, x_TI: Tensor, step: _Step, out_TO: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Return what the layers give; in `out_TO`, which is `parts` side by side, or in memory of its own."""
         # A single row is no product of matrices: its weights are read once, as they lie.
-        if step.num_tokens > 1 and self.packed.ready():
-            out_TO = self.packed.product(x_TI)
+        if step.num_tokens > 1 and self.copy.ready():
+            out_TO = self.copy.product(x_TI)
         else:
             for (weight_OI, bias_O), part in zip(self._pairs, parts, strict=True):
                 if bias_O is None:
@@ -171,8 +171,8 @@ class _Group:
     def added(self, to_TO: Tensor, x_TI: Tensor, step: _Step) -> Tensor:
         """Return `to_TO`, which may be changed, plus what the one layer gives."""
         ((weight_OI, bias_O),) = self._pairs
-        if step.num_tokens > 1 and self.packed.ready():
-            out_TO = self.packed.added(x_TI, to_TO)
+        if step.num_tokens > 1 and self.copy.ready():
+            out_TO = self.copy.added(x_TI, to_TO)
         else:
             out_TO = to_TO.addmm_(x_TI, weight_OI.t())
             if bias_O is not None:
@@ -222,10 +222,10 @@ class _Layer:
         gate_TF, up_TF = self._into_mlp.of(y_TD, step, room.gate_up, (room.gate, room.up)).chunk(2, 1)
         return self._out_of_mlp.added(x_TD, self._act(gate_TF).mul_(up_TF), step)
 
-    def forget(self) -> None:
-        """Use no copy that was made so far."""
+    def drop_copies(self) -> None:
+        """Use no copy of the weights any more."""
         for group in self._made:
-            group.packed.forget()
+            group.copy.drop()
 
     def _norm_heads(self, room: Room) -> None:
         if self._of_heads is not None:

@@ -28,7 +28,7 @@ class Family:
     experts: str = ""
     """The name of the modules that hold a stack of experts, each with a `mlp` of its own; "" where there are none."""
     usual: bool = False
-    """Whether layers have the usual form, which `blocks` and `decoder` compute by themselves: a norm, attention with or
+    """Whether layers have the usual form, which `layers` and `decoder` compute by themselves: a norm, attention with or
     without norms of its heads, a residual; a norm, a gated MLP, a residual; positions rotated in every layer."""
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     """Options of config.json with the values under which it is served."""

@@ -31,8 +31,9 @@ SHARE = 0.8
 """Of the memory that is left, what activations may take: the rest is for logits and gradients."""
 
 LITTLE = 0.02
-"""Of the memory that was left, what is given out without asking anew, for so many seconds:"""
+"""Of the memory that was left when it was last asked for: as much is given out without asking anew."""
 FRESH_S = 1.0
+"""Seconds for which that is so."""
 
 _RECOMPUTES: contextvars.ContextVar[bool] = contextvars.ContextVar("openrl_recomputes", default=False)
 

@@ -22,7 +22,7 @@ MOST_ON_A_DIAGONAL = 96
 """Ranks together, above which the zeros beside the blocks cost more than a call for each."""
 
 
-class Block(NamedTuple):
+class Piece(NamedTuple):
     """A part of what comes out, by the part of the inner values that it needs; None is all."""
 
     inner: slice | None
@@ -36,13 +36,13 @@ class Stack(NamedTuple):
 
     a: Tensor
     """[R, I]."""
-    blocks: tuple[Block, ...]
+    pieces: tuple[Piece, ...]
     scale: float
 
     def add(self, x_SI: Tensor, out_SO: Tensor) -> None:
         """Add the adapter's share; the narrow side of a product comes first, as `lora` explains."""
         h_RS = torch.mm(self.a, x_SI.t())
-        for inner, outputs, b_RO in self.blocks:
+        for inner, outputs, b_RO in self.pieces:
             h_SR = h_RS.t() if inner is None else h_RS[inner].t()
             (out_SO if outputs is None else out_SO[:, outputs]).addmm_(h_SR, b_RO, alpha=self.scale)
 
@@ -74,7 +74,7 @@ class Stacked:
     def tensors(self) -> list[Tensor]:
         """Return what the copies lie in. Any thread may ask."""
         present = [stack for stacks in list(self._stacks.values()) for stack in stacks if stack is not None]
-        return [tensor for stack in present for tensor in (stack.a, *(block.b for block in stack.blocks))]
+        return [tensor for stack in present for tensor in (stack.a, *(piece.b for piece in stack.pieces))]
 
 
 def _stack(adapter: Adapter, group: Sequence[tuple[str, int]], dtype: torch.dtype) -> Stack | None:
@@ -94,7 +94,7 @@ def _stack(adapter: Adapter, group: Sequence[tuple[str, int]], dtype: torch.dtyp
         diagonal_RO = torch.zeros(rank, width, dtype=dtype, device=narrow[0].device)
         for inner, outputs, b_RO in parts:
             diagonal_RO[inner, outputs] = b_RO
-        blocks: tuple[Block, ...] = (Block(None, None, diagonal_RO),)
+        pieces: tuple[Piece, ...] = (Piece(None, None, diagonal_RO),)
     else:
-        blocks = tuple(Block(inner, outputs, b_RO.contiguous()) for inner, outputs, b_RO in parts)
-    return Stack(torch.cat(narrow), blocks, adapter.scale)
+        pieces = tuple(Piece(inner, outputs, b_RO.contiguous()) for inner, outputs, b_RO in parts)
+    return Stack(torch.cat(narrow), pieces, adapter.scale)

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -71,6 +72,7 @@ def full_runner(
         return vllm_runner.full_runner(model_path, data_dir, settings, digest=digest, accelerator=accelerator)
     from openrl.workers.sampler import torch_runner
 
+    settings = replace(settings, weights_copy_bytes=0)  # which of weights that change would be made again and again
     engine, limits = torch_runner.runner(
         model_path, data_dir, settings, digest=digest, grace_s=grace_s, accelerator=accelerator
     )

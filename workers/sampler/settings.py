@@ -20,7 +20,7 @@ VLLM_HEADS = ("llama", "qwen3", "qwen3_moe")
 MOST_VLLM_HEAD = 258048
 """The largest vocabulary on whose unembedding vLLM 0.32 and 0.33 put adapters."""
 
-MAY_BE_NONE = ("packed_bytes",)
+MAY_BE_NONE = ("weights_copy_bytes",)
 """Settings that 0 turns off."""
 
 
@@ -40,9 +40,9 @@ class SamplerSettings:
     """Tokens of prompts, and of sequences that had given way, read per step beside the running sequences: what a long
     prompt may delay them by."""
 
-    packed_bytes: int = 1 << 30
+    weights_copy_bytes: int = 1 << 30
     """On a CPU, what a second copy of the layers' weights may take, from which a few rows are multiplied a third
-    faster: as many layers as fit have one. None where accelerators are shared. 0 turns it off."""
+    faster: as many layers as fit have one. None where accelerators are shared, nor of full runs. 0 turns it off."""
 
     versions: int = 16
     """Adapters kept in memory beyond those in use; others are loaded again on demand. vLLM keeps no more than

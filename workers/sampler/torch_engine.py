@@ -93,15 +93,15 @@ class TorchEngine(InHand[Adapter]):
         num_slots: int,
         kv_tokens: int,
         prefill_tokens: int,
-        packed_bytes: int = 0,
+        copy_bytes: int = 0,
     ) -> None:
         """Run at most `num_slots` sequences on a cache of `kv_tokens` positions, a power of two.
 
-        Copies of the model's weights may take `packed_bytes`.
+        Copies of the model's weights may take `copy_bytes`.
         """
         super().__init__(versions, decode)
         self._loaded = loaded
-        self._model = decoder.way_through(loaded, packed_bytes=packed_bytes)
+        self._model = decoder.way_through(loaded, copy_bytes=copy_bytes)
         self._threads = Threads()
         self._flops_per_token = loaded.flops_per_token
         self._prefill_tokens = prefill_tokens

@@ -63,7 +63,7 @@ def runner(
         num_slots=settings.slots,
         kv_tokens=settings.kv_tokens,
         prefill_tokens=settings.prefill_tokens,
-        packed_bytes=settings.packed_bytes if shared is None else 0,
+        copy_bytes=settings.weights_copy_bytes if shared is None else 0,
     )
     if shared is not None:
         shared.hold(lambda: [*loaded.tensors(), *engine.adapters()])

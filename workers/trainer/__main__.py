@@ -139,7 +139,7 @@ def build(
         settings=settings,
         accelerator=accelerator,
     )
-    completions.call_on_wake(name, engine.wake)
+    completions.call_on_wake(name, lambda: engine.hear(b""))  # what was said meanwhile may be lost
     completions.call_with(name, engine.hear)
     return engine, slug
 

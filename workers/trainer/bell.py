@@ -8,9 +8,19 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from typing import NamedTuple
 
 MOST = 64
 """What is told of and not yet heard; of more, the journal is asked."""
+
+
+class Heard(NamedTuple):
+    """All that rang since the last time."""
+
+    told: list[bytes]
+    """Operations, as the script that took them in describes them; none where the journal has to be looked into."""
+    rang: bool
+    """Whether somebody rang who told of nothing: what that was for may be something else."""
 
 
 class Bell:
@@ -18,19 +28,23 @@ class Bell:
 
     def __init__(self) -> None:
         self._rung = threading.Event()
-        self._told: deque[bytes] = deque(maxlen=MOST)
-        self._calls = False
+        self._lock = threading.Lock()
+        self._told: deque[bytes] = deque()
+        self._looks = self._rang = False
 
     def ring(self) -> None:
-        """Let the engine go on, with what it was told of, or with a look. So does a doorbell, which comes as well."""
+        """Let the engine carry out what it was told of and then look, or look at once: a doorbell has come."""
+        with self._lock:
+            self._rang = True
         self._rung.set()
 
     def tell(self, said: bytes) -> None:
-        """Ring with an operation, as the script that took it in describes it; to let the engine look, with nothing."""
-        if not said or len(self._told) == MOST:
-            self._calls = True
-        else:
-            self._told.append(said)
+        """Ring with an operation; with nothing, to let the engine look at once whatever else it was told of."""
+        with self._lock:
+            if said and len(self._told) < MOST:
+                self._told.append(said)
+            else:
+                self._looks = True
         self._rung.set()
 
     def is_set(self) -> bool:
@@ -45,11 +59,13 @@ class Bell:
         """Begin to wait for the next ring."""
         self._rung.clear()
 
-    def heard(self) -> list[bytes]:
-        """Return what was told since the last time; nothing where the journal has to be looked into."""
-        calls, self._calls = self._calls, False
-        told = [self._told.popleft() for _ in range(len(self._told))]
-        return [] if calls else told
+    def heard(self) -> Heard:
+        """Return all that rang since the last time."""
+        with self._lock:
+            heard = Heard([] if self._looks else list(self._told), self._rang)
+            self._told.clear()
+            self._looks = self._rang = False
+        return heard
 
     def forget(self) -> None:
         """Forget all that rang: the journal is looked into now."""

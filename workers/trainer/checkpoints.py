@@ -90,6 +90,7 @@ class Checkpoints:
                 f"the checkpoint has rank {its.rank} on {len(its.targets)} modules, this run has "
                 f"rank {mine.rank} on {len(mine.targets)}; create a run from the checkpoint"
             )
+        self._versions.let_go(run)
         self._adopt(run, state, room)
         result = {"type": "load_weights", "path": message.checkpoint_path, "model_id": run.run_id}
         return Outcome(result=_json(result), run_fields=_shape(run))

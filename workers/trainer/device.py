@@ -33,7 +33,7 @@ from openrl.tasks.messages import (
     SaveWeightsForSampler,
 )
 from openrl.workers.model.attention import packed, positions
-from openrl.workers.model.blocks import way_through
+from openrl.workers.model.layers import way_through
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.logprobs import head_shares, target_logprobs
 from openrl.workers.model.lora import Adapter, Segment, routing

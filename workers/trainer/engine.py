@@ -128,11 +128,11 @@ class TrainerEngine:
         self._thread.start()
 
     def wake(self) -> None:
-        """Look now: something was submitted."""
+        """Look at once, or after what was told of: something was submitted."""
         self._bell.ring()
 
     def hear(self, said: bytes) -> None:
-        """Look now, or at once carry out what the journal told of along with the ring."""
+        """Carry out what the journal told of along with the ring; look at once where it told of nothing."""
         self._bell.tell(said)
 
     def rests(self, timeout_s: float) -> bool:
@@ -203,7 +203,7 @@ class TrainerEngine:
             raise StaleOwner("the lease was lost")
         slices, self._settling.taken = self._settling.taken, None
         is_brought = slices is not None
-        told = [] if is_brought else self._told()
+        told, looks = ([], False) if is_brought else self._told()
         if slices is None:
             slices = told or self._look()
         self._holdings.note_offered(slices)
@@ -213,7 +213,7 @@ class TrainerEngine:
         if not ready:
             self._reading.forget()
         waiting = {(each.tenant, each.run_id) for each in (*slices, *(self._settling.taken or ()))}
-        self._has_more = len(slices) == self._settings.max_runs or any(self._left(each) for each in ready)
+        self._has_more = looks or len(slices) == self._settings.max_runs or any(self._left(each) for each in ready)
         if not told:  # which doesn't say what else waits
             self._holdings.let_go(waiting, self._lease, gives_up=lambda: self._stopping.is_set() or self._bell.is_set())
         return progressed
@@ -223,20 +223,23 @@ class TrainerEngine:
         self._look_at = time.monotonic() + self._settings.poll_s
         return self._journal.take_next(self._lease, self._taking)
 
-    def _told(self) -> list[Slice]:
-        """Return what was told with the last rings, if it can be carried out as it is, and it isn't time to look."""
+    def _told(self) -> tuple[list[Slice], bool]:
+        """Return what was told with the last rings, and whether to look after it.
+
+        Nothing, if it can't be carried out as it is, if it is time to look, or if others have more here.
+        """
         heard = self._bell.heard()
-        if time.monotonic() >= self._look_at:
-            return []
+        if self._has_more or time.monotonic() >= self._look_at:
+            return [], False
         slices: dict[Key, Slice] = {}
-        for said in heard:
+        for said in heard.told:
             each = self._journal.heard(self._lease, said)
             run = None if each is None else self._residents.get((each.tenant, each.run_id))
             if each is None or run is None or run.token != each.token or run.applied < each.applied:
-                return []
+                return [], False
             if run.applied == each.applied:
                 slices[run.key] = each
-        return list(slices.values())
+        return list(slices.values()), heard.rang
 
     def _in_turn(self, ready: Sequence[Slice], *, looks: bool) -> bool:
         """Carry out what is ready, once the accelerator is ours. Tells whether anything took effect."""
@@ -395,7 +398,7 @@ class TrainerEngine:
             self._holdings.save(run, self._lease)
         else:
             self._holdings.save_if_due(run, self._lease)
-        if isinstance(message, OptimStep) and outcome.error is None:
+        if isinstance(message, OptimStep) and outcome.error is None and self._residents.holds(run):
             self._device.foresee(run)
 
     # starting over, stopping

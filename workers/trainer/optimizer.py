@@ -1,9 +1,9 @@
 """AdamW with decoupled weight decay and bias correction: one step is one function.
 
-Knows lists of tensors, not adapters. A step either happens as a whole or changes nothing: all new
-values are made, checked and only then written. Parameters, moments and gradients are float32; norms are
-summed in float64. Computes on vectors of all `N` values: one operation for each of many small tensors would
-cost twice as much. After Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization".
+Knows lists of tensors, not adapters. A step either happens as a whole or changes nothing: all new values are made,
+checked and only then written. Parameters, moments and gradients are float32. Computes on vectors of all `N` values
+(`vectors`): one operation for each of many small tensors would cost several times as much. After Loshchilov and Hutter
+2019, "Decoupled Weight Decay Regularization".
 """
 
 from __future__ import annotations
@@ -42,11 +42,6 @@ def is_finite(tensors: Sequence[Tensor]) -> bool:
     if room_of(tensors) > PIECE and not isinstance(tensors, Parts):  # too much to copy
         return all(all_finite(tensor) for tensor in tensors if tensor.numel())
     return not tensors or all_finite(vector_of(tensors))
-
-
-def global_norm(tensors: Sequence[Tensor]) -> float:
-    """Return the 2-norm over all tensors, in float64, so that no square overflows."""
-    return norm(vector_of(tensors))
 
 
 @torch.no_grad()

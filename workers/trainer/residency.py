@@ -24,7 +24,7 @@ from openrl.workers.model.lora import Adapter
 from openrl.workers.trainer.full import Masters
 from openrl.workers.trainer.passes import BOUNDLESS, Room
 from openrl.workers.trainer.runs import Run
-from openrl.workers.trainer.vectors import Parts, room_of, vector_of
+from openrl.workers.trainer.vectors import Parts, room_of, vector_of, with_vector
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Residency:
     def tensors(self, runs: Iterable[Run]) -> list[Tensor]:
         """Return those of the runs' tensors that lie on the device; moments may be kept off it."""
         here = [run for run in runs if run not in self._parked]
-        tensors = (tensor for run in here for group in run.tensors() for tensor in group)
+        tensors = (tensor for run in here for group in run.tensors() for tensor in with_vector(group))
         return [tensor for tensor in tensors if tensor.device.type == self._device.type]
 
     def lies_in_host(self, run: Run) -> bool:

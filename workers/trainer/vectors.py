@@ -71,6 +71,11 @@ def size_bytes(tensors: Sequence[Tensor]) -> int:
     return tensors.whole.nbytes if isinstance(tensors, Parts) else sum(tensor.nbytes for tensor in tensors)
 
 
+def with_vector(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors, and first the vector that they are parts of: who moves what they lie in must move it too."""
+    return [tensors.whole, *tensors] if isinstance(tensors, Parts) else list(tensors)
+
+
 def laid_out(tensors: Sequence[Tensor]) -> Parts:
     """Return copies that lie one behind another; what asks for gradients goes on asking."""
     return Parts(_copied(tensors), tensors)

@@ -56,12 +56,12 @@ class _Chain:
 
     def is_due(self, step: int) -> bool:
         """Whether the next version is likely to be of this step."""
-        return self.step is not None and step - self.step == self.every
+        return self.step is not None and self.every > 0 and step - self.step == self.every
 
     def note(self, step: int) -> None:
         """Hear of what was published."""
         if self.step not in (None, step):
-            self.every = step - self.step
+            self.every = max(0, step - self.step)  # a load may have set it back
         self.step = step
 
 
@@ -89,6 +89,11 @@ class Versions:
             chain.staged = chain.publisher.stage(trained.published(), gives=True)
         except Exception:
             log.exception("the next version of run %s can't be encoded ahead", run.run_id)
+
+    def let_go(self, run: Run) -> None:
+        """Hear that a run takes on other weights: what was encoded ahead takes no memory beside them."""
+        if (chain := self._chains.get(run)) is not None:
+            chain.staged = None
 
     def publish(self, directory: str, run: Run) -> Version:
         """Write the run's weights as the version that `directory` (relative to the data directory) names.

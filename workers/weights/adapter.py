@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.numpy import save_file as save_arrays
@@ -36,6 +37,8 @@ __all__ = ["ALPHA", "Adapter", "Base", "load_adapter", "load_tensors", "publish"
 ALPHA = 32.0
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+LITTLE = 64 << 20
+"""Bytes of tensors that are copied on their way to a file."""
 _PREFIX = "base_model.model."
 _FACTORS = ("lora_A", "lora_B")
 # Options of PEFT that change what an adapter computes, with the values under which it is a plain LoRA.
@@ -210,14 +213,24 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], *, dtypes: Mapping[s
         for name, tensor in tensors.items()
     }
     try:
-        if dtypes:
+        if dtypes or sum(tensor.nbytes for tensor in ready.values()) > LITTLE:
             save_file(ready, path, metadata={"format": "pt"})
         else:  # the same bytes, without what else is done for each tensor, which takes longer than to write them
-            save_arrays({name: tensor.numpy() for name, tensor in ready.items()}, path, metadata={"format": "pt"})
+            save_arrays(_arrays(ready), path, metadata={"format": "pt"})
     except SafetensorError as error:  # which hides an OSError in its text
         number = re.search(r"os error (\d+)", str(error))
         code = int(number[1]) if number else errno.EIO
         raise OSError(code, os.strerror(code), str(path)) from error
+
+
+def _arrays(tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Return copies, in one piece of memory: what numpy has seen can't be released when its tensors are parked."""
+    if not tensors:
+        return {}
+    flat_N = torch.cat([tensor.reshape(-1) for tensor in tensors.values()]).numpy()
+    ends = np.cumsum([tensor.numel() for tensor in tensors.values()])[:-1]
+    parts = zip(tensors.items(), np.split(flat_N, ends), strict=True)
+    return {name: part.reshape(tensor.shape) for (name, tensor), part in parts}
 
 
 def load_tensors(

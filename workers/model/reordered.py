@@ -1,9 +1,10 @@
 """Weights of linear layers a second time, in the order in which oneDNN reads them.
 
 A product of a few rows spends a good part of its time on bringing the weights into that order, each time anew: 2 to 16
-rows take a third less from a copy that has it already, longer ones a sixth. A copy is never older than the weights: it
-is used while their counters of changes in place are what they were. So weights must be changed through themselves or
-their views, as `parking` asks as well. Float32 on a CPU; where torch lacks oneDNN nothing is copied.
+rows take a third less from a copy that has it already, longer ones a sixth. Copies are made before the first product,
+so that the same rows give the same bits from then on, and are for weights that stay: one whose weights are changed in
+place is dropped for good. Weights must be changed through themselves or their views, as `parking` asks as well: it is
+their counters of changes that are looked at. Float32 on a CPU; where torch lacks oneDNN nothing is copied.
 
 Axes: `T` tokens, `I` inputs, `O` outputs of all layers of a group.
 """
@@ -19,8 +20,6 @@ from torch import Tensor
 
 from openrl.workers.model.lora import MultiLoraLinear
 
-STEADY = 4
-"""Products since the last change, before a copy is worth its time: versions of full runs may follow each other."""
 _ROWS = 16
 """What the order is chosen for; it serves others as well."""
 
@@ -39,7 +38,7 @@ class Budget:
         return True
 
 
-class Packed:
+class Reordered:
     """Linear layers that have one input, as one product from a copy of their weights."""
 
     def __init__(self, linears: Sequence[MultiLoraLinear], budget: Budget) -> None:
@@ -48,25 +47,25 @@ class Packed:
         size_bytes = sum(weight.nbytes for weight in self._weights)
         alike = len(self._biases) in (0, len(linears)) and all(one.dtype is torch.float32 for one in self._weights)
         countless = any(one.is_inference() for one in self._weights + self._biases)  # nobody would see them change
-        self._serves = alike and not countless and _works() and budget.take(size_bytes)
-        self._seen: list[int] = []
-        self._age = 0
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
+        if alike and not countless and _works() and budget.take(size_bytes):
+            with torch.no_grad():
+                self._weight = _ordered(_one(self._weights))
+                self._bias = _one(self._biases) if self._biases else None
+        self._made_of = self._changes()
 
     def ready(self) -> bool:
-        """Tell whether the copy is what the weights are now; make it where they have stood for a while."""
-        if not self._serves:
-            return False
-        now = [one._version for one in self._weights]
-        now += [one._version for one in self._biases]
-        if now != self._seen:
-            self._seen, self._age, self._weight, self._bias = now, 0, None, None
+        """Tell whether there is a copy, and it is what the weights are."""
         if self._weight is None:
-            self._age += 1
-            if self._age > STEADY:
-                self._make()
+            return False
+        if self._changes() != self._made_of:
+            self.drop()
         return self._weight is not None
+
+    def drop(self) -> None:
+        """Use the copy no more: the weights were changed."""
+        self._weight = self._bias = None
 
     def product(self, x_TI: Tensor) -> Tensor:
         """Return [T, O], the layers' outputs side by side; only when it is ready."""
@@ -78,14 +77,8 @@ class Packed:
         out_TO: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x_TI, to_TO, self._weight, self._bias, "add")
         return out_TO
 
-    def forget(self) -> None:
-        """Make the copy anew before it is used again."""
-        self._seen = []
-
-    def _make(self) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            self._weight = _ordered(_one(self._weights))
-            self._bias = _one(self._biases) if self._biases else None
+    def _changes(self) -> list[int]:
+        return [one._version for one in self._weights + self._biases if not one.is_inference()]
 
 
 def _one(tensors: Sequence[Tensor]) -> Tensor:

@@ -23,7 +23,7 @@ from openrl.workers.model.lora import MultiLoraLinear, Segment
 from openrl.workers.model.rotary import Rotation
 
 
-class Pass(NamedTuple):
+class Common(NamedTuple):
     """What all layers of a pass share."""
 
     rotation: Rotation
@@ -77,7 +77,7 @@ class Attended(NamedTuple):
 Q, K, V, O, GATE, UP, DOWN = range(7)  # noqa: E741  # the letters of the field
 
 
-class Block:
+class Layer:
     """One layer's modules: attention and MLP, each behind a norm and beside a residual."""
 
     def __init__(self, number: int, layer: Any, loaded: LoadedModel) -> None:
@@ -104,7 +104,9 @@ class Block:
             factors += mine
         return tuple(spans), factors
 
-    def forward(self, x_TD: Tensor, here: Pass, adapted: "Adapted", *, records: bool) -> tuple[Tensor, Kept, Attended]:
+    def forward(
+        self, x_TD: Tensor, here: Common, adapted: "Adapted", *, records: bool
+    ) -> tuple[Tensor, Kept, Attended]:
         """[T, D] -> [T, D], and what backward needs; attention's part of it only if that `records`."""
         normal_TD, factor_T1 = norms.normalized(x_TD, self._norm.eps)
         y_TD = normal_TD * self._norm.weight
@@ -135,7 +137,7 @@ class Block:
         return self._added(DOWN, x_TD, z_TF, adapted), kept, attended
 
     def backward(
-        self, dy_TD: Tensor, here: Pass, adapted: "Adapted", kept: Kept, attended: Attended, wants_input: bool
+        self, dy_TD: Tensor, here: Common, adapted: "Adapted", kept: Kept, attended: Attended, *, wants_input: bool
     ) -> Tensor | None:
         """Gradient of the output [T, D] -> of the input, if that is wanted; those of the factors go to `adapted`."""
         dz_TF = self._back(DOWN, dy_TD, kept.down_in, adapted)
@@ -197,7 +199,7 @@ class Block:
             self._heads_weight_NE = torch.cat([norm.weight.detach().expand(num, -1) for norm, num in parts])
         return self._heads_weight_NE
 
-    def _attend(self, here: Pass, qk_TNE: Tensor, v_TKE: Tensor, records: bool) -> Attended:
+    def _attend(self, here: Common, qk_TNE: Tensor, v_TKE: Tensor, records: bool) -> Attended:
         q_THE, k_TKE = qk_TNE[:, : self._num_heads], qk_TNE[:, self._num_heads :]
         q, k, v = (each.transpose(0, 1)[None].requires_grad_(records) for each in (q_THE, k_TKE, v_TKE))
         with torch.set_grad_enabled(records):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from openrl.workers.model.attention import packed, positions
-from openrl.workers.model.blocks import Blocks, Stock, way_through
+from openrl.workers.model.layers import Layers, Stock, way_through
 from openrl.workers.model.loading import load
 from openrl.workers.model.lora import Segment, routing
 from openrl.workers.model.recomputing import recomputed
@@ -32,6 +32,38 @@ def test_hidden_states_and_gradients_are_transformers(loaded, flags):
     assert max(map(distance, mine, expected)) < 1e-5
 
 
+def test_an_adapter_in_two_places_and_one_on_some_modules_alone_have_transformers_gradients(loaded):
+    first, second = some_adapter(loaded, seed=1, rank=3), some_adapter(loaded, seed=2, rank=5)
+    names = [name for name in second.weights if name.endswith(("v_proj", "up_proj")) and "layers.1." in name]
+    second.weights = {name: second.weights[name] for name in names}
+    segments = [Segment(0, 7, first), Segment(7, 14, second), Segment(14, 74, first)]
+    ours, mine = computed(way_through(loaded), loaded, segments, of=[first, second])
+    theirs, expected = computed(Stock(loaded), loaded, segments, of=[first, second])
+    assert distance(ours, theirs) < 1e-5
+    assert max(map(distance, mine, expected)) < 1e-5
+
+
+def test_in_bfloat16_it_is_as_near_to_float32_as_transformers_are(loaded, tmp_path):
+    rough = load(loaded.tokenizer_path, device="cpu", dtype=torch.bfloat16)
+    segments = segments_of(loaded)
+    exact, gradients = computed(Stock(loaded), loaded, segments)
+    far = {}
+    for way in (way_through(rough), Stock(rough)):
+        hidden_TD, found = computed(way, rough, segments)
+        assert all(gradient.dtype == torch.float32 for gradient in found)
+        far[type(way)] = max(distance(hidden_TD, exact), *map(distance, found, gradients))
+    assert far[Layers] < 1.5 * far[Stock]
+
+
+def test_segments_behind_the_last_token_are_refused(loaded):
+    with (
+        packed([5]),
+        routing([Segment(0, 9, some_adapter(loaded, seed=1, rank=3))]),
+        pytest.raises(ValueError, match="5 tokens"),
+    ):
+        way_through(loaded).hidden_states(torch.arange(5), positions([5]))
+
+
 def test_computed_again_in_backward_and_without_gradients_the_bits_are_the_same(loaded):
     segments, way = segments_of(loaded), way_through(loaded)
     hidden_TD, gradients = computed(way, loaded, segments)
@@ -57,10 +89,13 @@ def test_a_nan_of_one_adapter_changes_no_bit_of_another(loaded):
 def test_weights_that_lie_elsewhere_by_then_are_read_where_they_lie(loaded):
     segments, way = segments_of(loaded), way_through(loaded)
     before, _ = computed(way, loaded, segments)
+    there = [parameter.data for parameter in loaded.model.parameters()]
     for parameter in loaded.model.parameters():
-        parameter.data = parameter.data.clone()
-    after, _ = computed(way, loaded, segments)
-    assert torch.equal(before, after)
+        parameter.data = 1.25 * parameter.data if parameter.ndim == 2 else parameter.data.clone()
+    ours, theirs = (computed(each, loaded, segments)[0] for each in (way, Stock(loaded)))
+    for parameter, data in zip(loaded.model.parameters(), there, strict=True):
+        parameter.data = data
+    assert distance(ours, theirs) < 1e-5 < distance(ours, before)
 
 
 def test_weights_that_are_trained_themselves_go_through_transformers(tmp_path):
@@ -75,14 +110,14 @@ def test_weights_that_are_trained_themselves_go_through_transformers(tmp_path):
 
 @pytest.mark.parametrize("name", sorted(set(ZOO) - set(FAMILIES)))
 def test_models_of_another_form_go_through_transformers(tmp_path, name):
-    assert not isinstance(way_through(load(make_model(tmp_path, name), device="cpu")), Blocks)
+    assert not isinstance(way_through(load(make_model(tmp_path, name), device="cpu")), Layers)
 
 
 def test_an_activation_whose_gradient_is_not_known_here_goes_through_transformers(tmp_path):
     loaded = load(make_model(tmp_path, "llama3"), device="cpu")
-    assert isinstance(way_through(loaded), Blocks)
+    assert isinstance(way_through(loaded), Layers)
     loaded.model.config.hidden_act = "gelu"
-    assert not isinstance(way_through(loaded), Blocks)
+    assert not isinstance(way_through(loaded), Layers)
 
 
 def segments_of(loaded, **flags):

@@ -1,7 +1,7 @@
 """The forward and backward of a pass, for decoders of the usual form: a layer is one node of the graph.
 
 What transformers' layers and autograd compute, with fewer calls: a pass of few tokens costs what is called as much as
-what is multiplied. What a layer computes is `block`'s. For a CPU and frozen weights; models of another form, those on
+what is multiplied. What a layer computes is `layer`'s. For a CPU and frozen weights; models of another form, those on
 an accelerator, and the training of all weights go through transformers.
 
 Where memory asks for it, a layer keeps its input alone and computes the rest again (`recomputing`): by the same
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from openrl.workers.model import attention, lora, recomputing
-from openrl.workers.model.block import Adapted, Block, Kept, Pass
 from openrl.workers.model.grouped import Spans
+from openrl.workers.model.layer import Adapted, Common, Kept, Layer
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.rotary import Rotations
 
@@ -37,7 +37,7 @@ class Way(Protocol):
 def way_through(loaded: LoadedModel) -> Way:
     """Return the cheapest way to train adapters of a model."""
     is_usual = loaded.family.usual and loaded.model.config.hidden_act in GATES
-    return Blocks(loaded) if is_usual and loaded.device.type == "cpu" else Stock(loaded)
+    return Layers(loaded) if is_usual and loaded.device.type == "cpu" else Stock(loaded)
 
 
 class Stock:
@@ -51,7 +51,7 @@ class Stock:
         return attention.hidden_states(self._loaded, tokens_T, positions_T)
 
 
-class Blocks(Stock):
+class Layers(Stock):
     """A model of the usual form, by the short way as long as its weights are frozen."""
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -59,7 +59,7 @@ class Blocks(Stock):
         body: Any = loaded.model.base_model
         self._embedding, self._norm = body.embed_tokens, body.norm
         self._rotations = Rotations(body.rotary_emb)
-        self._blocks = [Block(number, layer, loaded) for number, layer in enumerate(body.layers)]
+        self._layers = [Layer(number, layer, loaded) for number, layer in enumerate(body.layers)]
 
     def hidden_states(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         """Return hidden states [T, D] behind the final norm; inside `packed` and `routing`."""
@@ -67,34 +67,38 @@ class Blocks(Stock):
             return super().hidden_states(tokens_T, positions_T)
         x_TD = nn.functional.embedding(tokens_T, self._embedding.weight)
         rotation = self._rotations.at(positions_T.view(-1), x_TD)
-        here = Pass(rotation, attention.current(), recomputing.wanted(), torch.is_grad_enabled())
+        here = Common(rotation, attention.current(), recomputing.wanted(), torch.is_grad_enabled())
         route = lora.current_route()
-        for block in self._blocks:
-            spans, factors = block.shares(route)
-            x_TD = _Layer.apply(block, here, spans, x_TD, *factors)
+        if route and route[-1].stop > len(tokens_T):
+            raise ValueError(f"segments end at {route[-1].stop}, there are {len(tokens_T)} tokens")
+        for layer in self._layers:
+            spans, factors = layer.shares(route)
+            x_TD = _Node.apply(layer, here, spans, x_TD, *factors)
         hidden_TD: Tensor = self._norm(x_TD)
         return hidden_TD
 
 
-def _all(lists: Sequence[Sequence[Any]]) -> Iterator[Any]:
+def _flat(lists: Sequence[Sequence[Any]]) -> Iterator[Any]:
     return (one for some in lists for one in some)
 
 
-class _Layer(torch.autograd.Function):
+class _Node(torch.autograd.Function):
     """One layer as a node of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, block: Block, here: Pass, spans: tuple[Spans, ...], x_TD: Tensor, *factors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, layer: Layer, here: Common, spans: tuple[Spans, ...], x_TD: Tensor, *factors: Tensor
+    ) -> Tensor:
         adapted = Adapted(spans, factors)
-        y_TD, kept, attended = block.forward(x_TD, here, adapted, records=here.records and not here.recomputes)
+        y_TD, kept, attended = layer.forward(x_TD, here, adapted, records=here.records and not here.recomputes)
         if not here.records:
             return y_TD
-        ctx.block, ctx.here, ctx.spans = block, here, spans
+        ctx.layer, ctx.here, ctx.spans = layer, here, spans
         if here.recomputes:
             ctx.save_for_backward(x_TD, *factors)
         else:
             ctx.attended = attended
-            ctx.save_for_backward(*factors, *kept, *_all(adapted.inner))
+            ctx.save_for_backward(*factors, *kept, *_flat(adapted.inner))
         return y_TD
 
     @staticmethod
@@ -104,11 +108,11 @@ class _Layer(torch.autograd.Function):
         if ctx.here.recomputes:
             x_TD, *factors = ctx.saved_tensors
             adapted = Adapted(ctx.spans, factors)
-            _, kept, attended = ctx.block.forward(x_TD, ctx.here, adapted, records=True)
+            _, kept, attended = ctx.layer.forward(x_TD, ctx.here, adapted, records=True)
         else:
             saved, attended = ctx.saved_tensors, ctx.attended
             kept = Kept(*saved[number : number + len(Kept._fields)])
             adapted = Adapted(ctx.spans, saved[:number], saved[number + len(Kept._fields) :])
             ctx.attended = None  # what autograd keeps of attention goes with this frame, not with the whole graph
-        dx_TD = ctx.block.backward(dy_TD, ctx.here, adapted, kept, attended, ctx.needs_input_grad[3])
-        return None, None, None, dx_TD, *_all(adapted.gradients)
+        dx_TD = ctx.layer.backward(dy_TD, ctx.here, adapted, kept, attended, wants_input=ctx.needs_input_grad[3])
+        return None, None, None, dx_TD, *_flat(adapted.gradients)
