@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from openrl.tasks.futures import Completions
 from openrl.tasks.settings import StoreSettings
 from openrl.tasks.store import Store
 
@@ -75,3 +76,11 @@ def _one_torch_thread() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
+
+
+@pytest.fixture
+def completions(store: Store) -> Iterator[Completions]:
+    """What hears of the ends of operations, and of wake-ups; it subscribes when somebody waits."""
+    subscribed = Completions(store)
+    yield subscribed
+    subscribed.close()

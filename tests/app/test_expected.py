@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -13,13 +12,6 @@ from openrl.tasks.journal import Outcome
 from openrl.tasks.operations import Promise
 from openrl.tasks.store import Store
 from tests.app.conftest import Api, Worker
-
-
-@pytest.fixture
-def completions(store: Store) -> Iterator[Completions]:
-    subscribed = Completions(store)
-    yield subscribed
-    subscribed.close()
 
 
 def reads(store: Store) -> int:

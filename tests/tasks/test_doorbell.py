@@ -15,7 +15,6 @@ from openrl.tasks import keys
 from openrl.tasks.celery import celery, queue_name
 from openrl.tasks.doorbell import Doorbell, Waiter
 from openrl.tasks.errors import OperationFailed
-from openrl.tasks.futures import Completions
 from openrl.tasks.messages import OptimStep, Sample, SaveWeightsForSampler
 from openrl.tasks.operations import Outcome
 from openrl.tasks.records import Sampler, sampler_row
@@ -23,13 +22,6 @@ from openrl.tasks.store import Store
 
 TENANT = "local"
 LONG_S = 30.0
-
-
-@pytest.fixture
-def completions(store) -> Iterator[Completions]:
-    ours = Completions(store)
-    yield ours
-    ours.close()
 
 
 @pytest.fixture

@@ -9,19 +9,12 @@ import pytest
 
 from openrl.tasks import keys
 from openrl.tasks.errors import Gone, NotFound
-from openrl.tasks.futures import Completions, told
+from openrl.tasks.futures import told
 from openrl.tasks.journal import Outcome
 from openrl.tasks.messages import OptimStep, Sample
 
 TENANT, BASE = "local", "tiny/base"
 SLUG = keys.slug(BASE)
-
-
-@pytest.fixture
-def completions(store):
-    subscribed = Completions(store)
-    yield subscribed
-    subscribed.close()
 
 
 @pytest.fixture
