@@ -12,7 +12,7 @@ from openrl.tasks.messages import OptimStep
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.trainer.batch import Load, micro_batches
 from openrl.workers.trainer.device import Device
-from openrl.workers.trainer.lanes import Lanes
+from openrl.workers.trainer.lanes import LANE_TOKENS, Lanes
 from openrl.workers.trainer.runs import Run
 from tests.plain import furthest
 from tests.trainer.bench import Bench, forward_backward, make_data
@@ -135,5 +135,6 @@ def test_a_failure_is_heard_when_all_lanes_have_ended() -> None:
 
 def test_small_work_takes_one_lane_and_a_gpu_has_one() -> None:
     assert Lanes(CPU, 8).number(4096, 1e3) == 1
-    assert Lanes(CPU, 8).number(300, 1e9) == 2
+    assert Lanes(CPU, 8).number(LANE_TOKENS - 1, 1e12) == Lanes(CPU, 8).number(2 * LANE_TOKENS - 1, 1e12) == 1
+    assert Lanes(CPU, 8).number(2 * LANE_TOKENS, 1e12) == 2
     assert Lanes(torch.device("cuda")).number(10**6, 1e9) == 1
