@@ -22,13 +22,6 @@ def test_small_work_takes_one_thread_and_large_work_all():
         assert torch.get_num_threads() == expected
 
 
-def test_what_is_small_depends_on_the_kind_of_work():
-    threads = Threads(2, small_flops=2 * SMALL_FLOPS)
-    for flops, expected in [(2 * SMALL_FLOPS, 2), (SMALL_FLOPS, 1)]:
-        threads.fit(flops)
-        assert torch.get_num_threads() == expected
-
-
 def test_no_more_threads_are_taken_than_the_process_was_given():
     torch.set_num_threads(1)
     threads = Threads()

@@ -8,19 +8,18 @@ gives the same bits, whatever else runs.
 import torch
 
 SMALL_FLOPS = 2e9
-"""Work under this takes one thread, unless its kind says otherwise: some 30 ms of it."""
+"""Work under this takes one thread: some 30 ms of it."""
 
 
 class Threads:
     """The threads of this process; belongs to the one thread that computes."""
 
-    def __init__(self, most: int | None = None, *, small_flops: float = SMALL_FLOPS) -> None:
-        """Take at most `most`; None means as many as torch has now. Work under `small_flops` takes one."""
+    def __init__(self, most: int | None = None) -> None:
+        """Take at most `most`; None means as many as torch has now."""
         self.most = most or torch.get_num_threads()
-        self._small_flops = small_flops
 
     def fit(self, flops: float) -> None:
         """Let what follows run on as many threads as this much work is worth."""
-        wanted = self.most if flops >= self._small_flops else 1
+        wanted = self.most if flops >= SMALL_FLOPS else 1
         if wanted != torch.get_num_threads():
             torch.set_num_threads(wanted)

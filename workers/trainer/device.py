@@ -55,10 +55,6 @@ log = logging.getLogger(__name__)
 STEP_FLOPS = 20
 """Multiplications and additions of AdamW for one parameter, about."""
 
-ONE_THREAD_FLOPS = 4e9
-"""A pass under this that isn't cut takes one thread: at 2.8e9 a second one was a quarter of the trainer's processor
-time, taken from those who share the machine, and ended nothing sooner."""
-
 COMPUTED = (CreateModel, OptimStep, LoadWeights)
 """What needs its run on the device, beside forwards; a save takes it from where it lies."""
 
@@ -92,7 +88,7 @@ class Device:
         self._recomputing = recomputing or Recomputing(loaded)
         self._checkpoints = checkpoints
         self._token_budget = token_budget
-        self._threads = Threads(small_flops=ONE_THREAD_FLOPS)
+        self._threads = Threads()
         self._lanes = lanes or Lanes(loaded.device)
         self._flops_per_token = loaded.flops_per_token
 

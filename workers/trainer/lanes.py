@@ -14,10 +14,10 @@ from typing import TypeVar
 
 import torch
 
+from openrl.workers.model.threads import SMALL_FLOPS
+
 LANE_TOKENS = 64
 """Fewer are not worth a lane: each reads all weights."""
-SMALL_FLOPS = 1e9
-"""Work under this is not divided: some 12 ms of it."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -32,7 +32,7 @@ class Lanes:
         most: int | None = None,
         *,
         lane_tokens: int = LANE_TOKENS,
-        least_flops: float = SMALL_FLOPS,
+        least_flops: float = SMALL_FLOPS / 2,
     ) -> None:
         """Make `most` lanes; None: as many as torch has threads now on a CPU, and one elsewhere.
 
