@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from openrl.workers.model import lora, norms
+from openrl.workers.model import lora, norms, products
 from openrl.workers.model.attention import Attend, Rule
 from openrl.workers.model.grouped import Spans
 from openrl.workers.model.loading import LoadedModel
@@ -110,14 +110,8 @@ class Layer:
         """[T, D] -> [T, D], and what backward needs; attention's part of it only if that `records`."""
         normal_TD, factor_T1 = norms.normalized(x_TD, self._norm.eps)
         y_TD = normal_TD * self._norm.weight
-        qkv_TO = x_TD.new_empty(len(x_TD), self._splits[V])
-        begin = 0
-        for which, end in zip((Q, K, V), self._splits, strict=True):
-            self._product(which, y_TD, adapted, qkv_TO[:, begin:end])
-            begin = end
-        qk_TNE, v_TKE = (
-            part.unflatten(1, (-1, self._head_dim)) for part in qkv_TO.tensor_split(self._splits[K : K + 1], 1)
-        )
+        q_TO, k_TO, v_TO = (self._product(which, y_TD, adapted) for which in (Q, K, V))
+        qk_TNE, v_TKE = (part.unflatten(1, (-1, self._head_dim)) for part in (torch.cat([q_TO, k_TO], 1), v_TO))
         heads_normal = heads_factor = x_TD.new_empty(0)
         if self._head_norms is not None:
             heads_normal, heads_factor = norms.normalized(qk_TNE, self._head_norms[0].eps)
@@ -163,30 +157,24 @@ class Layer:
             din_TD = self._back(which, dy_TO, kept.attention_in, adapted, din_TD)
         return norms.gradient(din_TD, kept.normal, kept.factor, self._norm.weight, dx_TD)
 
-    def _product(self, which: int, x_TI: Tensor, adapted: "Adapted", out_TO: Tensor | None = None) -> Tensor:
-        """Return what a linear layer gives, written to `out_TO` where that is given."""
+    def _product(self, which: int, x_TI: Tensor, adapted: "Adapted") -> Tensor:
+        """Return what a linear layer gives."""
         linear = self._linears[which]
-        weight_IO = linear.weight.t()
-        if linear.bias is None:
-            out_TO = torch.mm(x_TI, weight_IO) if out_TO is None else torch.mm(x_TI, weight_IO, out=out_TO)
-        else:
-            out_TO = torch.addmm(linear.bias, x_TI, weight_IO, out=out_TO)
+        out_TO = products.product(x_TI, linear.weight, linear.bias)
         adapted.add(which, x_TI, out_TO)
         return out_TO
 
     def _added(self, which: int, x_TO: Tensor, y_TI: Tensor, adapted: "Adapted") -> Tensor:
         """Return `x_TO` plus what a linear layer gives for `y_TI`."""
         linear = self._linears[which]
-        out_TO = torch.addmm(x_TO, y_TI, linear.weight.t())
-        if linear.bias is not None:
-            out_TO += linear.bias
+        out_TO = products.added(x_TO, y_TI, linear.weight, linear.bias)
         adapted.add(which, y_TI, out_TO)
         return out_TO
 
     def _back(self, which: int, dy_TO: Tensor, x_TI: Tensor, adapted: "Adapted", dx_TI: Tensor | None = None) -> Tensor:
-        """Return the gradient of a linear layer's input, added to `dx_TI` where that is given."""
-        weight_OI = self._linears[which].weight
-        dx_TI = torch.mm(dy_TO, weight_OI) if dx_TI is None else dx_TI.addmm_(dy_TO, weight_OI)
+        """Return the gradient of a linear layer's input, plus `dx_TI` where that is given."""
+        weight_IO = self._linears[which].weight.t()
+        dx_TI = products.product(dy_TO, weight_IO) if dx_TI is None else products.added(dx_TI, dy_TO, weight_IO)
         adapted.back(which, dy_TO, x_TI, dx_TI)
         return dx_TI
 

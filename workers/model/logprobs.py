@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from openrl.workers.model import products
 from openrl.workers.model.lora import Segment, joined
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ class _TargetLogprobs(torch.autograd.Function):
             if dhead_VD is not None:
                 dhead_VD.addmm_(dlogits_CV.t(), hidden_TD[rows].float())
             if dhidden_TD is not None:
-                dhidden_TD[rows] = dlogits_CV.to(head_VD.dtype) @ head_VD
+                dhidden_TD[rows] = products.product(dlogits_CV.to(head_VD.dtype), head_VD.t())
             for number, (inside, part_S) in _within(rows, ctx.spans):
                 a_RD, b_VR, scale = factors[2 * number], factors[2 * number + 1], ctx.spans[number][2]
                 dlogits_SV, hidden_SD = dlogits_CV[inside], hidden_TD[part_S].float()
@@ -206,7 +207,7 @@ def _add_lora(logits_CV: Tensor, hidden_CD: Tensor, a_RD: Tensor, b_VR: Tensor, 
 def _product(hidden_CD: Tensor, head_VD: Tensor) -> Tensor:
     """hidden @ head^T in float32; CUDA multiplies bfloat16 into float32 directly, a CPU must widen first."""
     if hidden_CD.dtype == torch.float32 and head_VD.dtype == torch.float32:
-        return hidden_CD @ head_VD.t()
+        return products.product(hidden_CD, head_VD)
     if hidden_CD.is_cuda:
         return torch.mm(hidden_CD, head_VD.t(), out_dtype=torch.float32)
-    return hidden_CD.float() @ head_VD.float().t()
+    return products.product(hidden_CD.float(), head_VD.float())

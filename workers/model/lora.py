@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from openrl.workers.model import grouped
+from openrl.workers.model import grouped, products
 from openrl.workers.weights.adapter import Adapter
 
 __all__ = ["Adapter", "MultiLoraLinear", "Segment", "current_route", "joined", "routing", "segments_over"]
@@ -103,7 +103,8 @@ def adapted(name: str, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, s
     if torch.is_grad_enabled() and spans:
         result: Tensor = _Adapted.apply(x_TI, weight_OI, bias_O, spans, *factors)
         return result
-    y_TO = nn.functional.linear(x_TI, weight_OI, bias_O)
+    multiplied = nn.functional.linear if torch.is_grad_enabled() else products.product
+    y_TO = multiplied(x_TI, weight_OI, bias_O)
     if grouped.serves(x_TI, len(weight_OI), len(spans), (a_RI.shape[0] for a_RI in factors[::2])):
         grouped.Groups(x_TI, len(weight_OI), spans, factors).add(y_TO, x_TI)
     else:
@@ -177,7 +178,7 @@ class _Adapted(torch.autograd.Function):
     def forward(
         ctx: Any, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, spans: grouped.Spans, *factors: Tensor
     ) -> Tensor:
-        y_TO = nn.functional.linear(x_TI, weight_OI, bias_O)
+        y_TO = products.product(x_TI, weight_OI, bias_O)
         ctx.spans = spans
         ctx.is_grouped = grouped.serves(x_TI, len(weight_OI), len(spans), (a_RI.shape[0] for a_RI in factors[::2]))
         if ctx.is_grouped:
@@ -194,7 +195,7 @@ class _Adapted(torch.autograd.Function):
         x_TI, weight_OI, *rest = ctx.saved_tensors
         number = 2 * len(ctx.spans)
         factors, inner = rest[:number], rest[number:]
-        dx_TI = torch.mm(dy_TO, weight_OI) if ctx.needs_input_grad[0] else None
+        dx_TI = products.product(dy_TO, weight_OI.t()) if ctx.needs_input_grad[0] else None
         if ctx.is_grouped:
             groups = grouped.Groups(x_TI, len(weight_OI), ctx.spans, factors)
             return dx_TI, None, None, None, *groups.gradients(dy_TO.contiguous(), x_TI, inner[0], dx_TI)

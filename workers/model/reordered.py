@@ -12,12 +12,12 @@ Axes: `T` tokens, `I` inputs, `O` outputs of all layers of a group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from openrl.workers.model import products
 from openrl.workers.model.lora import MultiLoraLinear
 
 _ROWS = 16
@@ -49,7 +49,7 @@ class Reordered:
         countless = any(one.is_inference() for one in self._weights + self._biases)  # nobody would see them change
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
-        if alike and not countless and _works() and budget.take(size_bytes):
+        if alike and not countless and products.works() and budget.take(size_bytes):
             with torch.no_grad():
                 self._weight = _ordered(_one(self._weights))
                 self._bias = _one(self._biases) if self._biases else None
@@ -88,14 +88,3 @@ def _one(tensors: Sequence[Tensor]) -> Tensor:
 def _ordered(weight_OI: Tensor) -> Tensor:
     ordered: Any = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _ROWS)
     return ordered
-
-
-@cache
-def _works() -> bool:
-    """Try it once: whether it is there depends on how torch was built."""
-    x_TI = torch.ones(3, 8)
-    try:
-        out_TO = torch.ops.mkldnn._linear_pointwise.binary(x_TI, x_TI, _ordered(torch.eye(8)), None, "add")
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return False
-    return torch.equal(out_TO, 2 * x_TI)
