@@ -27,6 +27,17 @@ def test_what_was_laid_out_has_the_same_values_and_asks_for_gradients_as_before(
     )
 
 
+def test_a_matrix_that_is_higher_than_wide_lies_turned_whatever_it_was_copied_from():
+    given = some()
+    there = laid_out([given[0].t().contiguous().t(), given[1], given[2].t().contiguous().t(), given[3]])
+    assert torch.equal(laid_out(given).whole, there.whole) and all(map(torch.equal, there, given))
+    assert [part.t().is_contiguous() for part in there if part.ndim == 2] == [False, True, True]
+    zeros = vectors.zeros_like([one.requires_grad_() for one in given])
+    assert [(part.shape, part.stride()) for part in zeros] == [(part.shape, part.stride()) for part in there]
+    assert not zeros.whole.any() and not any(part.requires_grad for part in zeros)
+    assert zeros.shapes == vectors.zeros_like(there).shapes
+
+
 def test_the_vector_of_parts_is_where_they_lie_and_of_any_other_list_a_copy():
     parts = laid_out(some())
     assert vector_of(parts) is parts.whole and len(parts.whole) == room_of(list(parts)) == room_of(parts)

@@ -1,12 +1,16 @@
 """A layer as one node of the graph, against transformers' layers and autograd, on every family that takes it."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
 from openrl.workers.model.attention import packed, positions
+from openrl.workers.model.gathering import Gathering
 from openrl.workers.model.layers import Layers, Stock, way_through
 from openrl.workers.model.loading import load
-from openrl.workers.model.lora import Segment, routing
+from openrl.workers.model.lora import Adapter, Segment, routing
 from openrl.workers.model.recomputing import recomputed
 from tests.model_families.zoo import ZOO, make_model
 from tests.workers.test_decoder import FAMILIES, some_adapter
@@ -24,12 +28,41 @@ def loaded(request, tmp_path_factory):
 
 @pytest.mark.parametrize("flags", FLAGS)
 def test_hidden_states_and_gradients_are_transformers(loaded, flags):
-    """Two sequences of one adapter, one of none, one of another adapter."""
+    """Two sequences of one adapter, one of none, one of another adapter. Where terms cancel, no further from float64."""
     segments = segments_of(loaded, **FLAGS[flags])
     ours, mine = computed(way_through(loaded), loaded, segments)
     theirs, expected = computed(Stock(loaded), loaded, segments)
+    exact_TD, exact = computed(*in_float64(loaded, segments))
     assert distance(ours, theirs) < 1e-5
-    assert max(map(distance, mine, expected)) < 1e-5
+    for gradient, other, precise in zip(mine, expected, exact, strict=True):
+        assert distance(gradient.double(), precise) < max(1e-5, 4 * distance(other.double(), precise))
+    assert distance(ours.double(), exact_TD) < 1e-5
+
+
+def test_gradients_that_are_gathered_are_those_that_go_through_autograd(loaded):
+    """Of an adapter in two places, one that begins in the second layer, and one without a token."""
+    first, second, idle = (some_adapter(loaded, seed=seed, rank=3) for seed in (1, 2, 3))
+    for adapter, part in ((first, "layers."), (second, "layers.1.")):
+        adapter.weights = {name: pair for name, pair in adapter.weights.items() if part in name}
+    segments = [Segment(0, 7, first), Segment(7, 14, second), Segment(14, 74, first)]
+    way = way_through(loaded)
+    for route in (segments, segments[1:2]):
+        gathering = Gathering({one: partial(room, one) for one in (first, second, idle)})
+        factors = [factor for segment in route[:2] for factor in segment.adapter.parameters()]
+        expected = gradients_of(forward(way, loaded, route), factors)
+        *through, _ = gradients_of(forward(way, loaded, route, gathering), [*factors, gathering.end])
+        assert through == [None] * len(factors)
+        assert set(gathering.rooms) == {segment.adapter for segment in route}
+        mine = [gradient for segment in route[:2] for gradient in gathering.rooms[segment.adapter]]
+        assert max(map(distance, mine, expected)) < 1e-6
+
+
+def test_without_an_adapter_on_a_layer_nothing_is_gathered_and_nothing_wants_a_gradient(loaded):
+    adapter = some_adapter(loaded, seed=1, rank=3)
+    adapter.weights = {}
+    gathering = Gathering({adapter: partial(room, adapter)})
+    hidden_TD = forward(way_through(loaded), loaded, [Segment(0, 74, adapter)], gathering)
+    assert gathering.end is None and not hidden_TD.requires_grad
 
 
 def test_an_adapter_in_two_places_and_one_on_some_modules_alone_have_transformers_gradients(loaded):
@@ -125,10 +158,27 @@ def segments_of(loaded, **flags):
     return [Segment(0, 14, first), Segment(14, 34, None), Segment(34, 74, second)]
 
 
-def forward(way, loaded, segments):
+def room(adapter):
+    return [torch.zeros_like(factor, requires_grad=False) for factor in adapter.parameters()]
+
+
+def in_float64(loaded, segments):
+    exact = load(loaded.tokenizer_path, device="cpu", dtype=torch.float64)
+    wide = {one.adapter: widened(one.adapter) for one in segments if one.adapter is not None}
+    return Stock(exact), exact, [replace(one, adapter=wide.get(one.adapter)) for one in segments]
+
+
+def widened(adapter):
+    weights = {
+        name: tuple(one.detach().double().requires_grad_() for one in pair) for name, pair in adapter.weights.items()
+    }
+    return Adapter(rank=adapter.rank, alpha=adapter.alpha, weights=weights)
+
+
+def forward(way, loaded, segments, gathering=None):
     tokens = torch.randint(0, 200, (sum(LENGTHS),), generator=torch.Generator().manual_seed(3))
     with packed(LENGTHS), routing(segments):
-        return way.hidden_states(tokens, positions(LENGTHS))
+        return way.hidden_states(tokens, positions(LENGTHS), gathering)
 
 
 def computed(way, loaded, segments, of=None):
@@ -140,6 +190,11 @@ def computed(way, loaded, segments, of=None):
         factor for adapter in adapters for name, pair in adapter.weights.items() if "layers" in name for factor in pair
     ]
     return hidden_TD.detach(), torch.autograd.grad((hidden_TD * upstream_TD).sum(), factors)
+
+
+def gradients_of(hidden_TD, ends):
+    upstream_TD = torch.randn(hidden_TD.shape, generator=torch.Generator().manual_seed(4))
+    return torch.autograd.grad(hidden_TD, ends, upstream_TD, allow_unused=True)
 
 
 def distance(ours, theirs):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from openrl.workers.model import lora, norms, products
 from openrl.workers.model.attention import Attend, Rule
+from openrl.workers.model.gathering import Gathering
 from openrl.workers.model.grouped import Spans
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.lora import MultiLoraLinear, Segment
@@ -95,14 +96,14 @@ class Layer:
         self._num_heads = sizes[Q] // self._head_dim
         self._splits = sizes[Q], sizes[Q] + sizes[K], sum(sizes)
 
-    def shares(self, route: Sequence[Segment]) -> tuple[tuple[Spans, ...], list[Tensor]]:
-        """Return which tokens have an adapter, module by module, and the factors of all of them."""
-        spans, factors = [], []
-        for linear in self._linears:
-            of_linear, mine = lora.shares(linear.name, route)
-            spans.append(of_linear)
-            factors += mine
-        return tuple(spans), factors
+    def adapted(self, route: Sequence[Segment], gathering: Gathering | None) -> "Adapted":
+        """Return what the adapters have here, and where their gradients go."""
+        shares = [lora.shares(linear.name, route) for linear in self._linears]
+        if gathering is None:
+            return Adapted(shares)
+        rooms = [gathering.of(segment.adapter) for segment in route if segment.adapter is not None]
+        into = [[one for pairs in rooms for one in pairs.get(linear.name, ())] for linear in self._linears]
+        return Adapted(shares, into)
 
     def forward(
         self, x_TD: Tensor, here: Common, adapted: "Adapted", *, records: bool
@@ -204,25 +205,42 @@ class Layer:
 class Adapted:
     """The adapters' part in one layer: their factors, what was computed between the two, and their gradients."""
 
-    def __init__(self, spans: Sequence[Spans], factors: Sequence[Tensor], inner: Sequence[Tensor] = ()) -> None:
-        self._spans = spans
-        given, kept = iter(factors), iter(inner)
-        self._factors = [[next(given) for _ in range(2 * len(mine))] for mine in spans]
-        self.inner: list[Sequence[Tensor]] = [[next(kept) for _ in mine if inner] for mine in spans]
-        self.gradients: list[Sequence[Tensor | None]] = [[None] * len(mine) for mine in self._factors]
+    def __init__(
+        self, shares: Sequence[tuple[Spans, list[Tensor]]], into: Sequence[list[Tensor]] | None = None
+    ) -> None:
+        """`shares`: of each module, which tokens have an adapter, and the factors. `into`: where gradients go."""
+        self._shares = shares
+        self._into = into
+        self._inner: list[Sequence[Tensor]] = [[] for _ in shares]
+        self._gradients: list[Sequence[Tensor | None]] = [[None] * len(factors) for _, factors in shares]
+        self.is_first = False
+        """Whether nothing before this layer wants a gradient."""
 
     def has(self, *which: int) -> bool:
-        """Tell whether one of these modules has an adapter."""
-        return any(self._spans[one] for one in which)
+        """Tell whether one of these modules has an adapter; without any named, whether some module has."""
+        return any(self._shares[one][0] for one in which or range(len(self._shares)))
+
+    def leaves(self) -> list[Tensor]:
+        """Return the factors whose gradients go through autograd."""
+        return [] if self._into is not None else [factor for _, factors in self._shares for factor in factors]
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return those of the leaves."""
+        return [] if self._into is not None else [one for mine in self._gradients for one in mine]
 
     def add(self, which: int, x_TI: Tensor, y_TO: Tensor) -> None:
         """Add to `y_TO` what the adapters of a module give."""
-        if self._spans[which]:
-            self.inner[which] = lora.add_shares(y_TO, x_TI, self._spans[which], self._factors[which])
+        spans, factors = self._shares[which]
+        if spans:
+            self._inner[which] = lora.add_shares(y_TO, x_TI, spans, factors)
 
     def back(self, which: int, dy_TO: Tensor, x_TI: Tensor, dx_TI: Tensor | None) -> None:
         """Take the gradients of a module's factors, and add to `dx_TI` what comes through them."""
-        if self._spans[which]:
-            self.gradients[which] = lora.share_gradients(
-                dy_TO, x_TI, self._spans[which], self._factors[which], self.inner[which], dx_TI
-            )
+        spans, factors = self._shares[which]
+        if spans:
+            into = self._into[which] if self._into is not None else ()
+            self._gradients[which] = lora.share_gradients(dy_TO, x_TI, spans, factors, self._inner[which], dx_TI, into)
+
+    def forget(self) -> None:
+        """Let go of what the forward left: it will be computed again."""
+        self._inner = [[] for _ in self._shares]

@@ -10,7 +10,6 @@ function, so the bits are the same.
 Axes: `T` packed tokens, `D` hidden.
 """
 
-from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from openrl.workers.model import attention, lora, recomputing
-from openrl.workers.model.grouped import Spans
+from openrl.workers.model.gathering import Gathering
 from openrl.workers.model.layer import Adapted, Common, Kept, Layer
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.rotary import Rotations
@@ -30,8 +29,11 @@ GATES = ("silu", "swish")
 class Way(Protocol):
     """From tokens to hidden states, with gradients of adapters."""
 
-    def hidden_states(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Return hidden states [T, D] behind the final norm; inside `packed` and `routing`."""
+    def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, gathering: Gathering | None = None) -> Tensor:
+        """Return hidden states [T, D] behind the final norm; inside `packed` and `routing`.
+
+        With a `gathering` gradients of layers' adapters may go there, and not through autograd.
+        """
 
 
 def way_through(loaded: LoadedModel) -> Way:
@@ -46,8 +48,11 @@ class Stock:
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
 
-    def hidden_states(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Return hidden states [T, D] behind the final norm; inside `packed` and `routing`."""
+    def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, gathering: Gathering | None = None) -> Tensor:
+        """Return hidden states [T, D] behind the final norm; inside `packed` and `routing`.
+
+        With a `gathering` gradients of layers' adapters may go there, and not through autograd.
+        """
         return attention.hidden_states(self._loaded, tokens_T, positions_T)
 
 
@@ -61,58 +66,56 @@ class Layers(Stock):
         self._rotations = Rotations(body.rotary_emb)
         self._layers = [Layer(number, layer, loaded) for number, layer in enumerate(body.layers)]
 
-    def hidden_states(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Return hidden states [T, D] behind the final norm; inside `packed` and `routing`."""
+    def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, gathering: Gathering | None = None) -> Tensor:
+        """Return hidden states [T, D] behind the final norm; inside `packed` and `routing`.
+
+        With a `gathering` gradients of layers' adapters may go there, and not through autograd.
+        """
         if self._embedding.weight.requires_grad:
-            return super().hidden_states(tokens_T, positions_T)
+            return super().hidden_states(tokens_T, positions_T, gathering)
         x_TD = nn.functional.embedding(tokens_T, self._embedding.weight)
         rotation = self._rotations.at(positions_T.view(-1), x_TD)
         here = Common(rotation, attention.current(), recomputing.wanted(), torch.is_grad_enabled())
         route = lora.current_route()
         if route and route[-1].stop > len(tokens_T):
             raise ValueError(f"segments end at {route[-1].stop}, there are {len(tokens_T)} tokens")
+        gathering = gathering if here.records else None
         for layer in self._layers:
-            spans, factors = layer.shares(route)
-            x_TD = _Node.apply(layer, here, spans, x_TD, *factors)
+            adapted = layer.adapted(route, gathering)
+            if gathering is not None and gathering.end is None and adapted.has():
+                gathering.end = x_TD.requires_grad_()
+                adapted.is_first = True
+            x_TD = _Node.apply(layer, here, adapted, x_TD, *adapted.leaves())
         hidden_TD: Tensor = self._norm(x_TD)
         return hidden_TD
-
-
-def _flat(lists: Sequence[Sequence[Any]]) -> Iterator[Any]:
-    return (one for some in lists for one in some)
 
 
 class _Node(torch.autograd.Function):
     """One layer as a node of the graph."""
 
     @staticmethod
-    def forward(
-        ctx: Any, layer: Layer, here: Common, spans: tuple[Spans, ...], x_TD: Tensor, *factors: Tensor
-    ) -> Tensor:
-        adapted = Adapted(spans, factors)
+    def forward(ctx: Any, layer: Layer, here: Common, adapted: Adapted, x_TD: Tensor, *_leaves: Tensor) -> Tensor:
         y_TD, kept, attended = layer.forward(x_TD, here, adapted, records=here.records and not here.recomputes)
         if not here.records:
             return y_TD
-        ctx.layer, ctx.here, ctx.spans = layer, here, spans
+        ctx.layer, ctx.here, ctx.adapted = layer, here, adapted
         if here.recomputes:
-            ctx.save_for_backward(x_TD, *factors)
+            adapted.forget()
+            ctx.save_for_backward(x_TD)
         else:
             ctx.attended = attended
-            ctx.save_for_backward(*factors, *kept, *_flat(adapted.inner))
+            ctx.save_for_backward(*kept)
         return y_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        number = 2 * sum(map(len, ctx.spans))
+        adapted: Adapted = ctx.adapted
         if ctx.here.recomputes:
-            x_TD, *factors = ctx.saved_tensors
-            adapted = Adapted(ctx.spans, factors)
-            _, kept, attended = ctx.layer.forward(x_TD, ctx.here, adapted, records=True)
+            _, kept, attended = ctx.layer.forward(*ctx.saved_tensors, ctx.here, adapted, records=True)
         else:
-            saved, attended = ctx.saved_tensors, ctx.attended
-            kept = Kept(*saved[number : number + len(Kept._fields)])
-            adapted = Adapted(ctx.spans, saved[:number], saved[number + len(Kept._fields) :])
-            ctx.attended = None  # what autograd keeps of attention goes with this frame, not with the whole graph
-        dx_TD = ctx.layer.backward(dy_TD, ctx.here, adapted, kept, attended, wants_input=ctx.needs_input_grad[3])
-        return None, None, None, dx_TD, *_flat(adapted.gradients)
+            kept, attended = Kept(*ctx.saved_tensors), ctx.attended
+        ctx.adapted = ctx.attended = None  # what is kept beside autograd goes with this frame, not with the whole graph
+        wants_input = ctx.needs_input_grad[3] and not adapted.is_first
+        dx_TD = ctx.layer.backward(dy_TD, ctx.here, adapted, kept, attended, wants_input=wants_input)
+        return None, None, None, dx_TD, *adapted.gradients()

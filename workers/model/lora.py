@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from openrl.workers.model import grouped, products
+from openrl.workers.model import grouped, narrow, products
 from openrl.workers.weights.adapter import Adapter
 
 __all__ = ["Adapter", "MultiLoraLinear", "Segment", "current_route", "joined", "routing", "segments_over"]
@@ -124,7 +124,9 @@ def shares(name: str, segments: Sequence[Segment]) -> tuple[grouped.Spans, list[
 
 
 def add_shares(y_TO: Tensor, x_TI: Tensor, spans: grouped.Spans, factors: Sequence[Tensor]) -> list[Tensor]:
-    """Add each span's `scale * x A^T B^T` to `y_TO`; return its `A x^T` [R, S], which the gradients need."""
+    """Add each span's `scale * x A^T B^T` to `y_TO`; return what `share_gradients` needs of it."""
+    if narrow.serves(x_TI, factors):
+        return [narrow.add(y_TO, x_TI, spans, factors)]
     inner = []
     for number, (start, stop, scale) in enumerate(spans):
         x_SI = _rows(x_TI, start, stop)
@@ -141,8 +143,14 @@ def share_gradients(
     factors: Sequence[Tensor],
     inner: Sequence[Tensor],
     dx_TI: Tensor | None,
+    into: Sequence[Tensor] = (),
 ) -> list[Tensor]:
-    """Return the gradients of each span's A and B, in the factors' dtype; add what comes through them to `dx_TI`."""
+    """Return the gradients of each span's A and B, in the factors' dtype; add what comes through them to `dx_TI`.
+
+    `into`: where they are added, in the order of the factors; else they come in memory of their own.
+    """
+    if narrow.serves(x_TI, factors):
+        return narrow.gradients(dy_TO, x_TI, spans, factors, inner[0], dx_TI, into)
     gradients = []
     for number, ((start, stop, scale), h_RS) in enumerate(zip(spans, inner, strict=True)):
         dy_SO, dtype = _rows(dy_TO, start, stop), factors[2 * number].dtype
@@ -153,7 +161,10 @@ def share_gradients(
         # With beta 0 what is added to counts for nothing: a product times `scale`.
         da_RI = torch.addmm(a_RI, dh_RS, _rows(x_TI, start, stop), beta=0, alpha=scale)
         db_RO = torch.addmm(b_RO, h_RS, dy_SO, beta=0, alpha=scale)
-        gradients += [_in(dtype, da_RI), _in(dtype, db_RO).t().contiguous()]
+        gradients += [_in(dtype, da_RI), _in(dtype, db_RO).t()]
+    if into:
+        torch._foreach_add_(list(into), gradients)
+        return list(into)
     return gradients
 
 

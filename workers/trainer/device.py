@@ -33,6 +33,7 @@ from openrl.tasks.messages import (
     SaveWeightsForSampler,
 )
 from openrl.workers.model.attention import packed, positions
+from openrl.workers.model.gathering import Gathering
 from openrl.workers.model.layers import way_through
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.logprobs import head_shares, target_logprobs
@@ -221,22 +222,26 @@ class Device:
         self._threads.fit((1 + trains) * self._flops_per_token * tokens)
 
         def one(batch: MicroBatch) -> tuple[list[Part], Gradients]:
+            runs = [shares[piece.load].run for piece in batch.pieces]
+            gathering = Gathering({run.adapter: run.room for run in runs})
             with torch.set_grad_enabled(trains), self._recomputing.for_tokens(tokens if trains else 0):
-                results = zip(batch.pieces, *self._logprobs(batch, shares), strict=True)
+                results = zip(batch.pieces, *self._logprobs(batch, shares, gathering), strict=True)
                 parts = [shares[piece.load].part(piece, logprobs, told) for piece, logprobs, told in results]
             if not trains:
                 return parts, {}
-            runs = [shares[piece.load].run for piece in batch.pieces]
-            return parts, _gradients(list(zip(runs, parts, strict=True)))
+            return parts, _gradients(list(zip(runs, parts, strict=True)), gathering)
 
         return self._lanes.map(one, batches)
 
-    def _logprobs(self, batch: MicroBatch, shares: list[Share]) -> tuple[list[Tensor], list[Tensor | None]]:
+    def _logprobs(
+        self, batch: MicroBatch, shares: list[Share], gathering: Gathering
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the log-probability of every target, piece by piece, and if they are told the entropies."""
         loaded = self._loaded
         adapters = {piece.load: shares[piece.load].run.adapter for piece in batch.pieces}
         with packed(batch.lengths), routing(_segments(batch.pieces, adapters)):
-            hidden_TD = self._way.hidden_states(batch.tokens, positions(batch.lengths, loaded.device))
+            places_T = positions(batch.lengths, loaded.device)
+            hidden_TD = self._way.hidden_states(batch.tokens, places_T, gathering)
         # Neighbours with one number of targets a position are one product.
         groups = [list(group) for _, group in groupby(batch.pieces, key=lambda piece: piece.targets.shape[1:])]
         sizes = [group[-1].stop - group[0].start for group in groups]
@@ -281,7 +286,7 @@ def _segments(pieces: Sequence[Piece], adapters: Mapping[int, Adapter | None]) -
     return [Segment(piece.start - first, piece.stop - first, adapters[piece.load]) for piece in pieces]
 
 
-def _gradients(parts: list[tuple[Run, Part]]) -> Gradients:
+def _gradients(parts: list[tuple[Run, Part]], gathering: Gathering) -> Gradients:
     """Return the gradients of one micro-batch's finite losses; no tensor of a run gets a `.grad`."""
     losses = [(run, part.loss) for run, part in parts if part.loss is not None]
     if not losses:
@@ -290,10 +295,12 @@ def _gradients(parts: list[tuple[Run, Part]]) -> Gradients:
     leaves = [run.leaves() for run in runs]
     flat = [tensor for tensors in leaves for tensor in tensors]
     total = torch.stack([loss for _, loss in losses]).sum()
-    grads = iter(torch.autograd.grad(total, flat, allow_unused=True))
+    ends = flat if gathering.end is None else [*flat, gathering.end]
+    grads = iter(torch.autograd.grad(total, ends, allow_unused=True))
     gradients: Gradients = {}
     for run, tensors in zip(runs, leaves, strict=True):
-        gradients[run] = run.gradients([next(grads) for _ in tensors])
+        gathered = gathering.rooms.get(run.adapter, ()) if run.adapter is not None else ()
+        gradients[run] = run.gradients([next(grads) for _ in tensors], gathered)
     return gradients
 
 

@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.messages import OptimStep
-from openrl.workers.trainer.vectors import Parts, add, all_finite, norm, room_of, vector_of
+from openrl.workers.trainer.vectors import Parts, add, all_finite, norm, parts, room_of, vector_of
 
 PIECE = 16 << 20
 """Values that a step over many works on at once: 64 MB each of parameters, gradients and both moments."""
@@ -71,8 +71,8 @@ def adamw_step(
             f"the step is not finite (update norm {update_norm}, gradient norm {grad_norm}, "
             f"learning_rate {hyper.learning_rate}); it was refused"
         )
-    add(parameters, Parts(updates_N, gradients))
-    moments.exp_avg, moments.exp_avg_sq = Parts(avg_N, gradients), Parts(avg_sq_N, gradients)
+    add(parameters, parts(updates_N, gradients))
+    moments.exp_avg, moments.exp_avg_sq = parts(avg_N, gradients), parts(avg_sq_N, gradients)
     moments.step += 1
     return _metrics(grad_norm, update_norm, moments, hyper, is_clipped=is_clipped)
 

@@ -24,7 +24,7 @@ from openrl.workers.model.lora import Adapter
 from openrl.workers.trainer.full import Masters
 from openrl.workers.trainer.passes import BOUNDLESS, Room
 from openrl.workers.trainer.runs import Run
-from openrl.workers.trainer.vectors import Parts, room_of, vector_of, with_vector
+from openrl.workers.trainer.vectors import parts, room_of, vector_of, with_vector
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Residency:
         except (MemoryError, RuntimeError) as error:
             log.error("run %s stays on the device, there is no memory to park it: %s", run.run_id, error)
             return
-        run.lie_on([Parts(host_M, group) for group, host_M in zip(groups, host_N.split(rooms), strict=True)])
+        run.lie_on([parts(host_M, group) for group, host_M in zip(groups, host_N.split(rooms), strict=True)])
         del self._here[run]
         self._parked[run] = host_N
         self.moves += 1
@@ -137,7 +137,7 @@ class Residency:
             device_M = torch.empty(room_of(group), device=self._device)
             if group:
                 self._copy(device_M, vector_of(group))
-            views.append(Parts(device_M, group))
+            views.append(parts(device_M, group))
         run.lie_on(views)
         self._give_back(self._parked.pop(run))
         self.moves += 1

@@ -161,14 +161,23 @@ class Run:
         trained = self.weights()
         return trained.leaves() if isinstance(trained, Masters) else trained.parameters()
 
-    def gradients(self, of_leaves: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    def room(self) -> Sequence[Tensor]:
+        """Return zeros for an adapter's gradient to be gathered in, one behind another."""
+        return vectors.zeros_like(self.parameters())
+
+    def gradients(self, of_leaves: Sequence[Tensor | None], gathered: Sequence[Tensor] = ()) -> Sequence[Tensor]:
         """Return gradients of the leaves as float32 ones of the parameters, in their order; None counts as 0.
 
-        Those of an adapter lie one behind another.
+        Those of an adapter lie one behind another, in `gathered` with what is there already.
         """
         trained = self.weights()
         if isinstance(trained, Masters):
             return trained.gradients(of_leaves)
+        if gathered:
+            for room, grad in zip(gathered, of_leaves, strict=True):
+                if grad is not None:
+                    room.add_(grad)
+            return gathered
         parameters = trained.parameters()
         gradients = zip(parameters, of_leaves, strict=True)
         return vectors.laid_out([torch.zeros_like(one) if grad is None else grad for one, grad in gradients])

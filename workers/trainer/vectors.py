@@ -1,8 +1,10 @@
 """Lists of tensors that lie one behind another, as one vector of all `N` values.
 
 An operation on each of many small tensors costs what it is called, not what it computes. Between two tensors there may
-be zeros, which are nobody's: they change no norm, and no step but one without an eps changes them. Knows what a list
-holds neither as an adapter nor as a gradient.
+be zeros, which are nobody's: they change no norm, and no step but one without an eps changes them. A matrix that is
+higher than wide lies turned, its long side in rows, as the products of an adapter's B want it; that depends on the
+shape alone, so the values of a parameter, its moments and its gradient are at one place in each vector. Knows what a
+list holds neither as an adapter nor as a gradient.
 """
 
 import math
@@ -21,23 +23,21 @@ LEAST = 1e-12
 """A norm under this may have lost squares that are too small for float32."""
 
 
+Shapes = list[tuple[torch.Size, bool]]
+"""Of each tensor, and whether it asks for gradients."""
+
+
 class Parts(Sequence[Tensor]):
     """The tensors that a vector is made of: views of it, which are made when the first is asked for."""
 
-    def __init__(self, whole_N: Tensor, like: Sequence[Tensor]) -> None:
-        """Cut the vector in the shapes of `like`; what asks for gradients goes on asking."""
+    def __init__(self, whole_N: Tensor, shapes: Shapes) -> None:
+        """Cut the vector in these shapes."""
         self.whole = whole_N
-        known = like.shapes if isinstance(like, Parts) else [(tensor.shape, tensor.requires_grad) for tensor in like]
-        self._shapes = known
+        self.shapes = shapes
         self._views: list[Tensor] = []
 
-    @property
-    def shapes(self) -> list[tuple[torch.Size, bool]]:
-        """Of each tensor, and whether it asks for gradients."""
-        return self._shapes
-
     def __len__(self) -> int:
-        return len(self._shapes)
+        return len(self.shapes)
 
     @overload
     def __getitem__(self, index: int) -> Tensor: ...
@@ -54,11 +54,16 @@ class Parts(Sequence[Tensor]):
     def _cut(self) -> list[Tensor]:
         if not self._views:
             with torch.no_grad():
-                sizes = [size for shape, _ in self._shapes for size in (shape.numel(), _padding(shape.numel()))]
+                sizes = [size for shape, _ in self.shapes for size in (shape.numel(), _padding(shape.numel()))]
                 parts = self.whole.split(sizes)[::2]
-                views = [part.view(shape) for part, (shape, _) in zip(parts, self._shapes, strict=True)]
-            self._views = [view.requires_grad_(asks) for view, (_, asks) in zip(views, self._shapes, strict=True)]
+                views = [_as(shape, part) for part, (shape, _) in zip(parts, self.shapes, strict=True)]
+            self._views = [view.requires_grad_(asks) for view, (_, asks) in zip(views, self.shapes, strict=True)]
         return self._views
+
+
+def parts(whole_N: Tensor, like: Sequence[Tensor]) -> Parts:
+    """Cut the vector in the shapes of `like`; what asks for gradients goes on asking."""
+    return Parts(whole_N, _shapes(like))
 
 
 def room_of(tensors: Sequence[Tensor]) -> int:
@@ -78,7 +83,14 @@ def with_vector(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def laid_out(tensors: Sequence[Tensor]) -> Parts:
     """Return copies that lie one behind another; what asks for gradients goes on asking."""
-    return Parts(_copied(tensors), tensors)
+    return parts(_copied(tensors), tensors)
+
+
+def zeros_like(tensors: Sequence[Tensor]) -> Parts:
+    """Return zeros that lie as these do, or would."""
+    asks_none = [(shape, False) for shape, _ in _shapes(tensors)]
+    device = tensors.whole.device if isinstance(tensors, Parts) else tensors[0].device
+    return Parts(torch.zeros(room_of(tensors), device=device), asks_none)
 
 
 def vector_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -110,14 +122,26 @@ def all_finite(values_N: Tensor) -> bool:
     return not len(values_N) or bool(torch.stack(values_N.aminmax()).isfinite().all())
 
 
+def _shapes(tensors: Sequence[Tensor]) -> Shapes:
+    return tensors.shapes if isinstance(tensors, Parts) else [(one.shape, one.requires_grad) for one in tensors]
+
+
 @torch.no_grad()
 def _copied(tensors: Sequence[Tensor]) -> Tensor:
-    parts = []
+    pieces = []
     for tensor in tensors:
-        parts.append(tensor.reshape(-1))
+        pieces.append((tensor.t() if _lies_turned(tensor.shape) else tensor).reshape(-1))
         if padding := _padding(tensor.numel()):
-            parts.append(tensor.new_zeros(padding))
-    return torch.cat(parts) if parts else torch.empty(0)
+            pieces.append(tensor.new_zeros(padding))
+    return torch.cat(pieces) if pieces else torch.empty(0)
+
+
+def _lies_turned(shape: torch.Size) -> bool:
+    return len(shape) == 2 and shape[0] > shape[1]
+
+
+def _as(shape: torch.Size, part_N: Tensor) -> Tensor:
+    return part_N.view(shape[::-1]).t() if _lies_turned(shape) else part_N.view(shape)
 
 
 def _padding(num: int) -> int:
