@@ -28,7 +28,7 @@ def loaded(request, tmp_path_factory):
 
 @pytest.mark.parametrize("flags", FLAGS)
 def test_hidden_states_and_gradients_are_transformers(loaded, flags):
-    """Two sequences of one adapter, one of none, one of another adapter. Where terms cancel, no further from float64."""
+    """Two sequences of one adapter, one of none, one of another adapter. Where terms cancel, as near as theirs."""
     segments = segments_of(loaded, **FLAGS[flags])
     ours, mine = computed(way_through(loaded), loaded, segments)
     theirs, expected = computed(Stock(loaded), loaded, segments)
