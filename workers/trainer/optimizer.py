@@ -18,7 +18,18 @@ from torch.optim.adamw import adamw
 
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.messages import OptimStep
-from openrl.workers.trainer.vectors import Parts, add, all_finite, norm, parts, room_of, vector_of
+from openrl.workers.trainer import stepping
+from openrl.workers.trainer.vectors import (
+    Parts,
+    add,
+    all_finite,
+    laid_out,
+    norm,
+    parts,
+    room_of,
+    vector_of,
+    zeros_like,
+)
 
 PIECE = 16 << 20
 """Values that a step over many works on at once: 64 MB each of parameters, gradients and both moments."""
@@ -56,23 +67,47 @@ def adamw_step(
         InvalidRequest: the gradient or the step isn't finite; nothing was changed.
     """
     values_N, grads_N = vector_of(parameters), vector_of(gradients)
-    grad_norm = norm(grads_N)
-    if not math.isfinite(grad_norm):
-        raise InvalidRequest(f"the gradient norm is not finite ({grad_norm}); the step was refused")
-    is_clipped = 0.0 < hyper.grad_clip_norm < grad_norm
+    if isinstance(parameters, Parts) and stepping.serves(values_N, grads_N):
+        return _step_in_place(parameters, gradients, moments, hyper)
+    grad_norm, is_clipped = _clipping(norm(grads_N), hyper)
     if is_clipped:
         grads_N = grads_N * (hyper.grad_clip_norm / grad_norm)
     avg_N = vector_of(moments.exp_avg).clone() if moments.exp_avg else torch.zeros_like(grads_N)
     avg_sq_N = vector_of(moments.exp_avg_sq).clone() if moments.exp_avg_sq else torch.zeros_like(grads_N)
     updates_N = _stepped(values_N, grads_N, avg_N, avg_sq_N, moments.step, hyper).sub_(values_N)
     update_norm = norm(updates_N)
-    if not math.isfinite(update_norm) or not all_finite(avg_sq_N):
-        raise InvalidRequest(
-            f"the step is not finite (update norm {update_norm}, gradient norm {grad_norm}, "
-            f"learning_rate {hyper.learning_rate}); it was refused"
-        )
+    _require_finite(update_norm, all_finite(avg_sq_N), grad_norm, hyper)
     add(parameters, parts(updates_N, gradients))
     moments.exp_avg, moments.exp_avg_sq = parts(avg_N, gradients), parts(avg_sq_N, gradients)
+    moments.step += 1
+    return _metrics(grad_norm, update_norm, moments, hyper, is_clipped=is_clipped)
+
+
+def _step_in_place(
+    parameters: Parts, gradients: Sequence[Tensor], moments: Moments, hyper: OptimStep
+) -> dict[str, float]:
+    """Do as `adamw_step` does, without vectors for what is new."""
+    values_N, grads_N = parameters.whole, vector_of(gradients)
+    grad_norm, is_clipped = _clipping(math.sqrt(stepping.square_sum(grads_N)), hyper)
+    avg, avg_sq = (
+        _laid_out(each) if each else zeros_like(parameters) for each in (moments.exp_avg, moments.exp_avg_sq)
+    )
+    scale, decay = _scale_and_decay(moments.step, hyper)
+    by = stepping.Factors(
+        clip=hyper.grad_clip_norm / grad_norm if is_clipped else 1.0,
+        decay=1.0 - decay,
+        beta1=hyper.beta1,
+        beta2=hyper.beta2,
+        scale=scale,
+        root=math.sqrt(1.0 - hyper.beta2 ** (moments.step + 1)),
+        eps=hyper.eps,
+    )
+    vectors = values_N, grads_N, avg.whole, avg_sq.whole
+    squares, is_finite = stepping.looked_at(*vectors, by)
+    update_norm = math.sqrt(squares)
+    _require_finite(update_norm, is_finite, grad_norm, hyper)
+    stepping.take(*vectors, by)
+    moments.exp_avg, moments.exp_avg_sq = avg, avg_sq
     moments.step += 1
     return _metrics(grad_norm, update_norm, moments, hyper, is_clipped=is_clipped)
 
@@ -97,10 +132,8 @@ def adamw_step_in_pieces(
         HalfStepped: the second time broke; parameters and moments must not be used any more. Any other error comes
             before the first change.
     """
-    grad_norm = math.hypot(*(norm(part) for tensor in gradients for part in tensor.reshape(-1).split(piece)))
-    if not math.isfinite(grad_norm):
-        raise InvalidRequest(f"the gradient norm is not finite ({grad_norm}); the step was refused")
-    is_clipped = 0.0 < hyper.grad_clip_norm < grad_norm
+    norms = (norm(part) for tensor in gradients for part in tensor.reshape(-1).split(piece))
+    grad_norm, is_clipped = _clipping(math.hypot(*norms), hyper)
     clip = hyper.grad_clip_norm / grad_norm if is_clipped else 1.0
     given = moments
     if not moments.exp_avg:
@@ -119,11 +152,7 @@ def adamw_step_in_pieces(
         squares.append(norm(new[0] - old[0]))
         are_finite &= all_finite(new[2])
     update_norm = math.hypot(*squares)
-    if not math.isfinite(update_norm) or not are_finite:
-        raise InvalidRequest(
-            f"the step is not finite (update norm {update_norm}, gradient norm {grad_norm}, "
-            f"learning_rate {hyper.learning_rate}); it was refused"
-        )
+    _require_finite(update_norm, are_finite, grad_norm, hyper)
     try:
         for old, new in stepped():
             for to_N, from_N in zip(old, new, strict=True):
@@ -133,6 +162,33 @@ def adamw_step_in_pieces(
     moments.exp_avg, moments.exp_avg_sq = given.exp_avg, given.exp_avg_sq
     moments.step += 1
     return _metrics(grad_norm, update_norm, moments, hyper, is_clipped=is_clipped)
+
+
+def _laid_out(tensors: Sequence[Tensor]) -> Parts:
+    return tensors if isinstance(tensors, Parts) else laid_out(tensors)
+
+
+def _clipping(grad_norm: float, hyper: OptimStep) -> tuple[float, bool]:
+    """Return the gradient's norm, and whether it is clipped."""
+    if not math.isfinite(grad_norm):
+        raise InvalidRequest(f"the gradient norm is not finite ({grad_norm}); the step was refused")
+    return grad_norm, 0.0 < hyper.grad_clip_norm < grad_norm
+
+
+def _require_finite(update_norm: float, are_moments: bool, grad_norm: float, hyper: OptimStep) -> None:
+    if not math.isfinite(update_norm) or not are_moments:
+        raise InvalidRequest(
+            f"the step is not finite (update norm {update_norm}, gradient norm {grad_norm}, "
+            f"learning_rate {hyper.learning_rate}); it was refused"
+        )
+
+
+def _scale_and_decay(step: int, hyper: OptimStep) -> tuple[float, float]:
+    """Return what the update of one more step than `step`, and what the parameters, are multiplied with."""
+    scale, decay = hyper.learning_rate / (1.0 - hyper.beta1 ** (step + 1)), hyper.learning_rate * hyper.weight_decay
+    if max(abs(scale), abs(1.0 - decay)) > torch.finfo(torch.float32).max:
+        raise InvalidRequest(f"learning_rate {hyper.learning_rate} leaves the range of float32; the step was refused")
+    return scale, decay
 
 
 def _pieces(
@@ -164,9 +220,7 @@ def _metrics(
 
 def _stepped(values_N: Tensor, grads_N: Tensor, avg_N: Tensor, avg_sq_N: Tensor, step: int, hyper: OptimStep) -> Tensor:
     """Return the values after one more step than `step`, as a new vector; the moments are changed in place."""
-    scale, decay = hyper.learning_rate / (1.0 - hyper.beta1 ** (step + 1)), hyper.learning_rate * hyper.weight_decay
-    if max(abs(scale), abs(1.0 - decay)) > torch.finfo(torch.float32).max:
-        raise InvalidRequest(f"learning_rate {hyper.learning_rate} leaves the range of float32; the step was refused")
+    _scale_and_decay(step, hyper)
     new_N = values_N.clone()
     adamw(
         [new_N],
