@@ -46,8 +46,10 @@ class Plain:
     def forward(self, data: Sequence[Any], loss_fn: str, **config: float) -> tuple[Tensor, list[np.ndarray]]:
         """The loss of all datums (anything with `tokens` and `inputs`), and their log-probabilities."""
         total, arrays = torch.zeros((), dtype=torch.float64), []
+        self._told = []
         for datum in data:
             logprobs = self.logprobs(datum.tokens, datum.inputs["target_tokens"])
+            self._told.append(logprobs)
             inputs = {name: torch.tensor(array) for name, array in datum.inputs.items()}
             total = total + loss(loss_fn, logprobs, inputs, **config).double()
             arrays.append(logprobs.detach().numpy())
@@ -56,8 +58,14 @@ class Plain:
     def forward_backward(self, data: Sequence[Any], loss_fn: str, **config: float) -> tuple[float, list[np.ndarray]]:
         """The same, its gradient added to what is there."""
         total, arrays = self.forward(data, loss_fn, **config)
+        for logprobs in self._told:
+            logprobs.retain_grad()
         total.backward()
         return total.item(), arrays
+
+    def steepness(self) -> float:
+        """How much the last loss would change at most if each log-probability were one nat another, to first order."""
+        return sum(float(logprobs.grad.abs().sum()) for logprobs in self._told)
 
     def step(self, **changes: float) -> None:
         """One step of torch's AdamW with Tinker's defaults; clears the gradient."""

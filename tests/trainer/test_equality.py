@@ -26,6 +26,8 @@ from tests.trainer.bench import BASE, computed, forward_backward, make_data
 LENGTHS = [5, 30, 11, 41, 1, 18]
 STEPS = [OptimStep(learning_rate=1e-2, eps=10.0), OptimStep(learning_rate=2e-2, eps=5.0, weight_decay=0.1)]
 BOUND = 1e-5
+LOGPROB = 3e-6
+"""Nats that log-probabilities are off by, two sigmas: what a loss can't be closer than where its terms cancel."""
 
 
 def sparse(shape_seed: int) -> ForwardBackward:
@@ -102,7 +104,8 @@ def test_loss_logprobs_gradient_and_two_steps_equal_the_plain_way(bench, tiny_pa
     for number, hyper in enumerate(STEPS):
         arrays, metrics = result(bench.one(twin.run, message))
         total, expected = twin.plain.forward_backward(message.data, message.loss_fn, **message.loss_fn_config)
-        assert metrics["loss:sum"] == pytest.approx(total, rel=BOUND, abs=1e-5)
+        rounding = max(1e-5, LOGPROB * twin.plain.steepness())
+        assert metrics["loss:sum"] == pytest.approx(total, rel=BOUND, abs=rounding)
         assert metrics["tokens:sum"] == sum(array.size for array in expected)
         for mine, other in zip(arrays, expected, strict=True):
             np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)

@@ -38,6 +38,15 @@ def test_a_matrix_that_is_higher_than_wide_lies_turned_whatever_it_was_copied_fr
     assert zeros.shapes == vectors.zeros_like(there).shapes
 
 
+def test_places_are_where_the_parts_lie_and_one_is_added_to_without_the_others():
+    parts, given = laid_out(some()), some()
+    places = parts.places()
+    for number, more in enumerate(some(1)):
+        parts.add(number, more)
+    assert places == [part.data_ptr() for part in parts]
+    assert all(map(torch.equal, parts, (a + b for a, b in zip(given, some(1), strict=True))))
+
+
 def test_the_vector_of_parts_is_where_they_lie_and_of_any_other_list_a_copy():
     parts = laid_out(some())
     assert vector_of(parts) is parts.whole and len(parts.whole) == room_of(list(parts)) == room_of(parts)

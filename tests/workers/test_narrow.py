@@ -1,11 +1,17 @@
 """The adapters' compiled products, against float64."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from openrl.workers.model import compiled, lora, narrow
+from openrl.workers.model.gathering import Gathering
+from openrl.workers.model.narrow import Sheet
+from openrl.workers.model.segments import Segment, joined
+from openrl.workers.weights.adapter import Adapter
 
 pytestmark = pytest.mark.skipif(not compiled.HERE, reason="numba isn't installed")
 
@@ -125,6 +131,61 @@ def test_parts_of_wider_rows_are_read_and_written_where_they_lie():
     found_w = narrow.gradients(dy_w, x_w, spans, factors, inner_w, dx_w)
     assert torch.equal(y, y_w) and torch.equal(dx, dx_w) and all(map(torch.equal, found, found_w))
     assert all((one[:, -5:] == 7).all() for one in wide)
+
+
+class Zeros(list):
+    def places(self):
+        return [tensor.data_ptr() for tensor in self]
+
+
+def room(adapter):
+    return Zeros(torch.zeros_like(factor) for factor in adapter.parameters())
+
+
+def test_a_sheet_has_each_module_as_its_factors_have_it():
+    """Adapters on other modules than the next one, one without a token, and one in two places."""
+    sizes = {"first": (48, 33), "second": (20, 21)}
+    adapters = [
+        Adapter(
+            rank=rank,
+            weights={name: (drawn(rank, rank, sizes[name][0]), drawn(9, rank, sizes[name][1]).t()) for name in names},
+        )
+        for rank, names in ((3, ["first", "second"]), (4, ["second"]), (2, ["first"]))
+    ]
+    route = joined([Segment(1, 8, adapters[0]), Segment(8, 11, adapters[1]), Segment(12, 15, adapters[0])])
+    gathering = Gathering({one: partial(room, one) for one in adapters})
+    x = drawn(1, 15, 48)
+    assert Sheet.serves(x, route)
+    sheet = Sheet(route, ["nobody's", "second", "first"], gathering)
+    assert [sheet.has(module) for module in range(3)] == [False, True, True]
+    assert set(gathering.rooms) == set(adapters[:2])
+    for module, name in ((1, "second"), (2, "first")):
+        x, y, dy, dx = (
+            drawn(seed, 15, size) for seed, size in enumerate([*sizes[name], sizes[name][1], sizes[name][0]])
+        )
+        spans, factors = lora.shares(name, route)
+        theirs = [y.clone(), dx.clone()]
+        inner = narrow.add(theirs[0], x, spans, factors)
+        expected = narrow.gradients(dy, x, spans, factors, inner, theirs[1])
+        sheet.back(module, dy, x, sheet.add(module, x, y), dx)
+        assert torch.equal(y, theirs[0]) and torch.equal(dx, theirs[1])
+        owners = [segment.adapter for segment in route if name in segment.adapter.weights]
+        for adapter in set(owners):
+            for factor in (0, 1):
+                whole = sum(expected[2 * n + factor] for n, one in enumerate(owners) if one is adapter)
+                assert near(gathering.pairs(adapter)[name][factor], whole.double())
+
+
+def test_a_sheet_is_for_factors_that_lie_as_the_loops_read_them():
+    x, b = drawn(1, 4, 8), drawn(2, 3, 9).t()
+
+    def serves(a, b):
+        return Sheet.serves(x, [Segment(0, 4, Adapter(rank=3, weights={"one": (a, b)}))])
+
+    assert serves(drawn(3, 3, 8), b) and not serves(drawn(3, 3, 8), b.contiguous())
+    assert not serves(drawn(3, 8, 3).t(), b) and not serves(drawn(3, 3, 8).double(), b.double())
+    assert not serves(drawn(3, 2, 3, 8), drawn(2, 2, 9, 3))  # a stack of experts
+    assert not Sheet.serves(x, [])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from openrl.tasks.messages import OptimStep
-from openrl.workers.model import attention, loading
+from openrl.workers.model import loading
 from openrl.workers.model.attention import packed, positions
+from openrl.workers.model.layer import Layer
 from openrl.workers.model.layers import Stock, way_through
 from openrl.workers.model.lora import Segment, routing
 from openrl.workers.model.recomputing import Recomputing, kept_bytes_per_token, left_bytes, recomputed
@@ -45,7 +46,7 @@ def test_results_gradients_and_weights_of_mixed_runs_are_the_same_bits_with_it_a
 
 
 class Kept:
-    """Bytes that autograd keeps, each storage once, beside those that were there before."""
+    """Bytes that a graph keeps, each storage once, beside those that were there before."""
 
     def __init__(self, loaded) -> None:
         self.known = {tensor.untyped_storage().data_ptr() for tensor in loaded.model.parameters()}
@@ -65,6 +66,21 @@ class Kept:
             self.storages[storage.data_ptr()] = storage
         return tensor
 
+    def add(self, node) -> None:
+        """Count what nodes of ours keep beside autograd, from this one back."""
+        while node is not None:
+            self._look_into(vars(node).get("kept") if hasattr(node, "__dict__") else None)
+            node = next((before for before, _ in node.next_functions if before is not None), None)
+
+    def _look_into(self, value) -> None:
+        if isinstance(value, torch.Tensor):
+            self._pack(value)
+        elif isinstance(value, tuple | list):
+            for one in value:
+                self._look_into(one)
+        elif type(value).__module__.startswith("openrl."):
+            self._look_into(list(vars(value).values()))
+
     @property
     def num_bytes(self) -> int:
         return sum(storage.nbytes() for storage in self.storages.values())
@@ -76,6 +92,7 @@ def kept(loaded, bench, num_tokens: int, way, *, wanted: bool) -> int:
     with Kept(loaded) as seen, packed(lengths), routing([Segment(0, num_tokens, adapter)]), recomputed(wanted):
         hidden_TD = way(loaded).hidden_states(tokens, positions(lengths))
     assert hidden_TD.requires_grad
+    seen.add(hidden_TD.grad_fn)
     return seen.num_bytes
 
 
@@ -94,17 +111,19 @@ def test_it_is_chosen_by_the_setting_and_by_the_memory_that_is_left(
     loaded, tmp_path, monkeypatch, mode, left, expected
 ):
     bench = Bench(loaded, tmp_path)
-    attended: list[int] = []
-    causal = attention.causal
-    monkeypatch.setattr(attention, "causal", lambda q, *rest: attended.append(q.shape[-2]) or causal(q, *rest))
+    computed: list[int] = []
+    forward = Layer.forward
+    monkeypatch.setattr(
+        Layer, "forward", lambda one, x, *rest, **more: computed.append(len(x)) or forward(one, x, *rest, **more)
+    )
     bench.device = Device(
         loaded, bench.checkpoints, token_budget=96, recomputing=Recomputing(loaded, mode, left=lambda: left)
     )
     result(bench.one(bench.run(0), forward_backward(lengths=[9])))
-    assert attended == [9] * loaded.num_layers * (2 if expected else 1)
-    attended.clear()
+    assert computed == [9] * loaded.num_layers * (2 if expected else 1)
+    computed.clear()
     result(bench.one(bench.run(1), forward_backward(lengths=[9], forward=True)))
-    assert attended == [9] * loaded.num_layers, "a forward without gradients has nothing to compute again"
+    assert computed == [9] * loaded.num_layers, "a forward without gradients has nothing to compute again"
 
 
 def test_the_memory_that_is_left_is_some_and_no_more_than_the_machine_has():

@@ -59,6 +59,7 @@ class Rule(NamedTuple):
 # (layer, query [1, H, T, D], key [1, K, T, D], value, rule) -> [1, H, T, D]
 Attend = Callable[[int, Tensor, Tensor, Tensor, Rule], Tensor]
 _ATTEND: ContextVar[Attend | None] = ContextVar("openrl_attend", default=None)
+_LENGTHS: ContextVar[tuple[int, ...]] = ContextVar("openrl_lengths", default=())
 
 
 @contextmanager
@@ -77,8 +78,12 @@ def packed(lengths: Sequence[int]) -> Iterator[None]:
         cut = zip(query.split(tokens, 2), key.split(tokens, 2), value.split(tokens, 2), alike, strict=True)
         return torch.cat([_side_by_side(q, k, v, each, rule) for q, k, v, each in cut], 2)
 
-    with attending(attend):
-        yield
+    token = _LENGTHS.set(tuple(sizes))
+    try:
+        with attending(attend):
+            yield
+    finally:
+        _LENGTHS.reset(token)
 
 
 def _side_by_side(query: Tensor, key: Tensor, value: Tensor, alike: tuple[int, int], rule: Rule) -> Tensor:
@@ -155,6 +160,11 @@ def current() -> Attend:
     if (attend := _ATTEND.get()) is None:
         raise RuntimeError("attention is only defined inside `packed` or `cached`")
     return attend
+
+
+def lengths() -> tuple[int, ...]:
+    """Return the lengths of the sequences that are packed here; nothing outside of `packed`."""
+    return _LENGTHS.get()
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import numpy as np
+
 try:
     import numba
     from numba.extending import intrinsic
@@ -50,12 +52,28 @@ if HERE:
 
         return numba.types.CPointer(numba.types.float32)(numba.types.int64), generated
 
+    @intrinsic
+    def _as_float(_context: Any, _bits: Any) -> Any:
+        def generated(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], context.get_value_type(signature.return_type))
+
+        return numba.types.float32(numba.types.int32), generated
+
+    @compiled
+    def power_of_two(exponent: Any) -> Any:
+        """Return 2 to an exponent (int32) of a normal number; in compiled functions alone."""
+        return _as_float((exponent + np.int32(127)) << np.int32(23))
+
     @compiled
     def floats(address: int, size: int) -> Any:
         """Return `size` values of float32 at an address, as an array; in compiled functions alone."""
         return numba.carray(_pointer(address), size)
 
 else:
+
+    def power_of_two(exponent: Any) -> Any:
+        """Fail: nothing is compiled here."""
+        raise NotImplementedError("numba isn't installed")
 
     def floats(address: int, size: int) -> Any:
         """Fail: nothing is compiled here."""

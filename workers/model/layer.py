@@ -10,51 +10,54 @@ Axes: `T` packed tokens, `D` hidden, `H` heads, `K` key-value heads, `N` the two
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from openrl.workers.model import lora, norms, products
+from openrl.workers.model import lora, products, rows, short
 from openrl.workers.model.attention import Attend, Rule
 from openrl.workers.model.gathering import Gathering
 from openrl.workers.model.grouped import Spans
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.lora import MultiLoraLinear, Segment
+from openrl.workers.model.narrow import Sheet
 from openrl.workers.model.rotary import Rotation
+from openrl.workers.model.rows import HeadNorms, Heads, Normed
 
 
 class Common(NamedTuple):
     """What all layers of a pass share."""
 
     rotation: Rotation
+    lengths: Sequence[int]
+    """Of the sequences, one behind another."""
     attend: Attend
     recomputes: bool
     records: bool
     """Whether a backward may follow."""
 
 
+class Attended(Protocol):
+    """Attention, as its backward needs it."""
+
+    out_THE: Tensor  # noqa: N815
+
+    def gradient(self, dout_THE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of queries [T, H, E], keys and values [T, K, E]."""
+
+
 class Kept(NamedTuple):
     """What a layer's backward needs beside the adapters' factors."""
 
-    normal: Tensor
-    """The input, normalized [T, D]."""
-    factor: Tensor
-    """What it was multiplied with, float32 [T, 1]."""
-    attention_in: Tensor
-    """[T, D]."""
-    heads_normal: Tensor
-    """Queries and keys, normalized [T, N, E]; empty where they aren't."""
-    heads_factor: Tensor
-    """[T, N, 1], or empty."""
+    normed: Normed
+    """Of the input; each [T, D]."""
+    heads: Heads
+    attended: Attended
     seen: Tensor
     """What attention gave [T, H * E]."""
-    mlp_normal: Tensor
-    """[T, D]."""
-    mlp_factor: Tensor
-    """[T, 1]."""
-    mlp_in: Tensor
-    """[T, D]."""
+    mlp_normed: Normed
+    """Each [T, D]."""
     gate: Tensor
     """[T, F]."""
     up: Tensor
@@ -63,16 +66,6 @@ class Kept(NamedTuple):
     """`silu(gate)` [T, F]."""
     down_in: Tensor
     """[T, F]."""
-
-
-class Attended(NamedTuple):
-    """Attention as autograd keeps it."""
-
-    seen: Tensor
-    """[1, H, T, E]."""
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
 
 
 Q, K, V, O, GATE, UP, DOWN = range(7)  # noqa: E741  # the letters of the field
@@ -89,74 +82,66 @@ class Layer:
         )  # fmt: skip
         self._norm, self._mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
         self._head_norms = (attn.q_norm, attn.k_norm) if hasattr(attn, "q_norm") else None
-        self._heads_weight_NE: Tensor | None = None  # a copy: what is frozen doesn't change
         self._rule = Rule.of(attn, loaded.arch)
-        sizes = [linear.out_features for linear in self._linears[: V + 1]]
         self._head_dim: int = attn.head_dim
-        self._num_heads = sizes[Q] // self._head_dim
-        self._splits = sizes[Q], sizes[Q] + sizes[K], sum(sizes)
 
-    def adapted(self, route: Sequence[Segment], gathering: Gathering | None) -> "Adapted":
-        """Return what the adapters have here, and where their gradients go."""
+    @property
+    def names(self) -> list[str]:
+        """What the linear layers are called."""
+        return [linear.name for linear in self._linears]
+
+    def adapted(self, route: Sequence[Segment], sheet: Sheet | None, gathering: Gathering[Any] | None) -> "Adapted":
+        """Return what the adapters have here, by the `sheet` of all layers where there is one."""
+        if sheet is not None:
+            return _OnSheet(sheet, self._number * len(self._linears))
         shares = [lora.shares(linear.name, route) for linear in self._linears]
         if gathering is None:
-            return Adapted(shares)
-        rooms = [gathering.of(segment.adapter) for segment in route if segment.adapter is not None]
+            return _OfTensors(shares)
+        rooms = [gathering.pairs(segment.adapter) for segment in route if segment.adapter is not None]
         into = [[one for pairs in rooms for one in pairs.get(linear.name, ())] for linear in self._linears]
-        return Adapted(shares, into)
+        return _OfTensors(shares, into)
 
-    def forward(
-        self, x_TD: Tensor, here: Common, adapted: "Adapted", *, records: bool
-    ) -> tuple[Tensor, Kept, Attended]:
+    def forward(self, x_TD: Tensor, here: Common, adapted: "Adapted", *, records: bool) -> tuple[Tensor, Kept]:
         """[T, D] -> [T, D], and what backward needs; attention's part of it only if that `records`."""
-        normal_TD, factor_T1 = norms.normalized(x_TD, self._norm.eps)
-        y_TD = normal_TD * self._norm.weight
-        q_TO, k_TO, v_TO = (self._product(which, y_TD, adapted) for which in (Q, K, V))
-        qk_TNE, v_TKE = (part.unflatten(1, (-1, self._head_dim)) for part in (torch.cat([q_TO, k_TO], 1), v_TO))
-        heads_normal = heads_factor = x_TD.new_empty(0)
-        if self._head_norms is not None:
-            heads_normal, heads_factor = norms.normalized(qk_TNE, self._head_norms[0].eps)
-            qk_TNE = heads_normal * self._heads_weight()
-        attended = self._attend(here, here.rotation.turn(qk_TNE), v_TKE, records)
-        seen_TO = attended.seen.detach()[0].transpose(0, 1).reshape(len(x_TD), -1)
+        normed = rows.normed(x_TD, self._norm.weight, self._norm.eps)
+        q_TO, k_TO, v_TO = (self._product(which, normed.y, adapted) for which in (Q, K, V))
+        heads = rows.heads(q_TO, k_TO, here.rotation, self._normed_by())
+        attended = self._attend(here, heads, v_TO.unflatten(1, (-1, self._head_dim)), records)
+        seen_TO = attended.out_THE.flatten(1)
         x_TD = self._added(O, x_TD, seen_TO, adapted)
-        mlp_normal_TD, mlp_factor_T1 = norms.normalized(x_TD, self._mlp_norm.eps)
-        y2_TD = mlp_normal_TD * self._mlp_norm.weight
-        gate_TF, up_TF = (self._product(which, y2_TD, adapted) for which in (GATE, UP))
+        mlp_normed = rows.normed(x_TD, self._mlp_norm.weight, self._mlp_norm.eps)
+        gate_TF, up_TF = (self._product(which, mlp_normed.y, adapted) for which in (GATE, UP))
         gated_TF = nn.functional.silu(gate_TF)
         z_TF = gated_TF * up_TF
-        kept = Kept(
-            normal_TD, factor_T1, y_TD, heads_normal, heads_factor, seen_TO,
-            mlp_normal_TD, mlp_factor_T1, y2_TD, gate_TF, up_TF, gated_TF, z_TF,
-        )  # fmt: skip
-        return self._added(DOWN, x_TD, z_TF, adapted), kept, attended
+        kept = Kept(normed, heads, attended, seen_TO, mlp_normed, gate_TF, up_TF, gated_TF, z_TF)
+        return self._added(DOWN, x_TD, z_TF, adapted), kept
 
     def backward(
-        self, dy_TD: Tensor, here: Common, adapted: "Adapted", kept: Kept, attended: Attended, *, wants_input: bool
+        self, dy_TD: Tensor, here: Common, adapted: "Adapted", kept: Kept, *, wants_input: bool
     ) -> Tensor | None:
         """Gradient of the output [T, D] -> of the input, if that is wanted; those of the factors go to `adapted`."""
         dz_TF = self._back(DOWN, dy_TD, kept.down_in, adapted)
         dup_TF = dz_TF * kept.gated
         dgate_TF = torch.ops.aten.silu_backward(dz_TF.mul_(kept.up), kept.gate)
-        din_TD = self._back(GATE, dgate_TF, kept.mlp_in, adapted)
-        din_TD = self._back(UP, dup_TF, kept.mlp_in, adapted, din_TD)
-        dx_TD = norms.gradient(din_TD, kept.mlp_normal, kept.mlp_factor, self._mlp_norm.weight, dy_TD)
+        mlp_in_TD = kept.mlp_normed.y
+        din_TD = self._back(GATE, dgate_TF, mlp_in_TD, adapted)
+        din_TD = self._back(UP, dup_TF, mlp_in_TD, adapted, din_TD)
+        dx_TD = rows.norm_gradient(din_TD, kept.mlp_normed, self._mlp_norm.weight, dy_TD)
         if not (wants_input or adapted.has(Q, K, V, O)):
             return None
         dseen_TO = self._back(O, dx_TD, kept.seen, adapted)
-        dqk_TNE, dv_TO = self._attend_back(attended, dseen_TO)
-        dqk_TNE = here.rotation.turn_back(dqk_TNE)
-        if self._head_norms is not None:
-            dqk_TNE = norms.gradient(dqk_TNE, kept.heads_normal, kept.heads_factor, self._heads_weight())
-        dq_TO, dk_TO = dqk_TNE.flatten(1).tensor_split(self._splits[:1], 1)
+        dq_THE, dk_TKE, dv_TKE = kept.attended.gradient(dseen_TO.unflatten(1, (-1, self._head_dim)))
+        dq_TO, dk_TO = rows.heads_gradient(dq_THE, dk_TKE, kept.heads, here.rotation, self._normed_by())
+        through = ((Q, dq_TO), (K, dk_TO), (V, dv_TKE.flatten(1)))
         if not wants_input:
-            for which, dy_TO in ((Q, dq_TO), (K, dk_TO), (V, dv_TO)):
-                adapted.back(which, dy_TO, kept.attention_in, None)
+            for which, dy_TO in through:
+                adapted.back(which, dy_TO, kept.normed.y, None)
             return None
-        din_TD = self._back(Q, dq_TO, kept.attention_in, adapted)
-        for which, dy_TO in ((K, dk_TO), (V, dv_TO)):
-            din_TD = self._back(which, dy_TO, kept.attention_in, adapted, din_TD)
-        return norms.gradient(din_TD, kept.normal, kept.factor, self._norm.weight, dx_TD)
+        sum_TD: Tensor | None = None
+        for which, dy_TO in through:
+            sum_TD = self._back(which, dy_TO, kept.normed.y, adapted, sum_TD)
+        assert sum_TD is not None
+        return rows.norm_gradient(sum_TD, kept.normed, self._norm.weight, dx_TD)
 
     def _product(self, which: int, x_TI: Tensor, adapted: "Adapted") -> Tensor:
         """Return what a linear layer gives."""
@@ -179,31 +164,90 @@ class Layer:
         adapted.back(which, dy_TO, x_TI, dx_TI)
         return dx_TI
 
-    def _heads_weight(self) -> Tensor:
-        """What normalized queries and keys are multiplied with [N, E]."""
-        assert self._head_norms is not None, "this model doesn't normalize heads"
-        if self._heads_weight_NE is None:
-            num_keys = self._linears[K].out_features // self._head_dim
-            parts = zip(self._head_norms, (self._num_heads, num_keys), strict=True)
-            self._heads_weight_NE = torch.cat([norm.weight.detach().expand(num, -1) for norm, num in parts])
-        return self._heads_weight_NE
+    def _normed_by(self) -> HeadNorms | None:
+        if self._head_norms is None:
+            return None
+        of_q, of_k = self._head_norms
+        return HeadNorms(of_q.weight, of_k.weight, of_q.eps)
 
-    def _attend(self, here: Common, qk_TNE: Tensor, v_TKE: Tensor, records: bool) -> Attended:
-        q_THE, k_TKE = qk_TNE[:, : self._num_heads], qk_TNE[:, self._num_heads :]
-        q, k, v = (each.transpose(0, 1)[None].requires_grad_(records) for each in (q_THE, k_TKE, v_TKE))
+    def _attend(self, here: Common, heads: Heads, v_TKE: Tensor, records: bool) -> Attended:
+        if short.serves(heads.q, here.lengths, self._rule):
+            return short.Short(heads.q, heads.k, v_TKE, here.lengths, self._rule.scale)
+        return _ByAutograd(here.attend, self._number, heads, v_TKE, self._rule, records=records)
+
+
+class _ByAutograd:
+    """Attention by any rule: its gradient is autograd's."""
+
+    def __init__(self, attend: Attend, number: int, heads: Heads, v_TKE: Tensor, rule: Rule, *, records: bool) -> None:
+        q, k, v = (each.transpose(0, 1)[None].requires_grad_(records) for each in (heads.q, heads.k, v_TKE))
         with torch.set_grad_enabled(records):
-            return Attended(here.attend(self._number, q, k, v, self._rule), q, k, v)
+            self._seen = attend(number, q, k, v, rule)
+        self._ends = q, k, v
+        self.out_THE = self._seen.detach()[0].transpose(0, 1)
 
-    def _attend_back(self, attended: Attended, dseen_TO: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of queries and keys [T, N, E], and of values [T, K * E]."""
-        dseen_THE = dseen_TO.unflatten(1, (-1, self._head_dim))
-        ends = attended.queries, attended.keys, attended.values
-        dq, dk, dv = torch.autograd.grad(attended.seen, ends, dseen_THE.transpose(0, 1)[None])
-        return torch.cat([each[0].transpose(0, 1) for each in (dq, dk)], 1), dv[0].transpose(0, 1).flatten(1)
+    def gradient(self, dout_THE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = torch.autograd.grad(self._seen, self._ends, dout_THE.transpose(0, 1)[None])
+        return dq[0].transpose(0, 1), dk[0].transpose(0, 1), dv[0].transpose(0, 1)
 
 
-class Adapted:
+class Adapted(Protocol):
     """The adapters' part in one layer: their factors, what was computed between the two, and their gradients."""
+
+    is_first: bool
+    """Whether nothing before this layer wants a gradient."""
+
+    def has(self, *which: int) -> bool:
+        """Tell whether one of these modules has an adapter; without any named, whether some module has."""
+
+    def leaves(self) -> list[Tensor]:
+        """Return the factors whose gradients go through autograd."""
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return those of the leaves."""
+
+    def add(self, which: int, x_TI: Tensor, y_TO: Tensor) -> None:
+        """Add to `y_TO` what the adapters of a module give."""
+
+    def back(self, which: int, dy_TO: Tensor, x_TI: Tensor, dx_TI: Tensor | None) -> None:
+        """Take the gradients of a module's factors, and add to `dx_TI` what comes through them."""
+
+    def forget(self) -> None:
+        """Let go of what the forward left: it will be computed again."""
+
+
+class _OnSheet:
+    """By the sheet of all layers; gradients are gathered, none goes through autograd."""
+
+    def __init__(self, sheet: Sheet, first: int) -> None:
+        """`first` is the number of the layer's first module."""
+        self._sheet, self._first = sheet, first
+        self._inner: dict[int, Tensor] = {}
+        self.is_first = False
+
+    def has(self, *which: int) -> bool:
+        return any(self._sheet.has(self._first + one) for one in which or range(DOWN + 1))
+
+    def leaves(self) -> list[Tensor]:
+        return []
+
+    def gradients(self) -> list[Tensor | None]:
+        return []
+
+    def add(self, which: int, x_TI: Tensor, y_TO: Tensor) -> None:
+        if self._sheet.has(self._first + which):
+            self._inner[which] = self._sheet.add(self._first + which, x_TI, y_TO)
+
+    def back(self, which: int, dy_TO: Tensor, x_TI: Tensor, dx_TI: Tensor | None) -> None:
+        if which in self._inner:
+            self._sheet.back(self._first + which, dy_TO, x_TI, self._inner[which], dx_TI)
+
+    def forget(self) -> None:
+        self._inner = {}
+
+
+class _OfTensors:
+    """By each module's own factors."""
 
     def __init__(
         self, shares: Sequence[tuple[Spans, list[Tensor]]], into: Sequence[list[Tensor]] | None = None
@@ -214,33 +258,26 @@ class Adapted:
         self._inner: list[Sequence[Tensor]] = [[] for _ in shares]
         self._gradients: list[Sequence[Tensor | None]] = [[None] * len(factors) for _, factors in shares]
         self.is_first = False
-        """Whether nothing before this layer wants a gradient."""
 
     def has(self, *which: int) -> bool:
-        """Tell whether one of these modules has an adapter; without any named, whether some module has."""
-        return any(self._shares[one][0] for one in which or range(len(self._shares)))
+        return any(self._shares[one][0] for one in which or range(DOWN + 1))
 
     def leaves(self) -> list[Tensor]:
-        """Return the factors whose gradients go through autograd."""
         return [] if self._into is not None else [factor for _, factors in self._shares for factor in factors]
 
     def gradients(self) -> list[Tensor | None]:
-        """Return those of the leaves."""
         return [] if self._into is not None else [one for mine in self._gradients for one in mine]
 
     def add(self, which: int, x_TI: Tensor, y_TO: Tensor) -> None:
-        """Add to `y_TO` what the adapters of a module give."""
         spans, factors = self._shares[which]
         if spans:
             self._inner[which] = lora.add_shares(y_TO, x_TI, spans, factors)
 
     def back(self, which: int, dy_TO: Tensor, x_TI: Tensor, dx_TI: Tensor | None) -> None:
-        """Take the gradients of a module's factors, and add to `dx_TI` what comes through them."""
         spans, factors = self._shares[which]
         if spans:
             into = self._into[which] if self._into is not None else ()
             self._gradients[which] = lora.share_gradients(dy_TO, x_TI, spans, factors, self._inner[which], dx_TI, into)
 
     def forget(self) -> None:
-        """Let go of what the forward left: it will be computed again."""
         self._inner = [[] for _ in self._shares]

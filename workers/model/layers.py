@@ -18,8 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from openrl.workers.model import attention, lora, recomputing
 from openrl.workers.model.gathering import Gathering
-from openrl.workers.model.layer import Adapted, Common, Kept, Layer
+from openrl.workers.model.layer import Adapted, Common, Layer
 from openrl.workers.model.loading import LoadedModel
+from openrl.workers.model.narrow import Sheet
 from openrl.workers.model.rotary import Rotations
 
 GATES = ("silu", "swish")
@@ -29,7 +30,7 @@ GATES = ("silu", "swish")
 class Way(Protocol):
     """From tokens to hidden states, with gradients of adapters."""
 
-    def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, gathering: Gathering | None = None) -> Tensor:
+    def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, gathering: Gathering[Any] | None = None) -> Tensor:
         """Return hidden states [T, D] behind the final norm; inside `packed` and `routing`.
 
         With a `gathering` gradients of layers' adapters may go there, and not through autograd.
@@ -48,7 +49,7 @@ class Stock:
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
 
-    def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, gathering: Gathering | None = None) -> Tensor:
+    def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, gathering: Gathering[Any] | None = None) -> Tensor:
         """Return hidden states [T, D] behind the final norm; inside `packed` and `routing`.
 
         With a `gathering` gradients of layers' adapters may go there, and not through autograd.
@@ -65,8 +66,9 @@ class Layers(Stock):
         self._embedding, self._norm = body.embed_tokens, body.norm
         self._rotations = Rotations(body.rotary_emb)
         self._layers = [Layer(number, layer, loaded) for number, layer in enumerate(body.layers)]
+        self._names = [name for layer in self._layers for name in layer.names]
 
-    def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, gathering: Gathering | None = None) -> Tensor:
+    def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, gathering: Gathering[Any] | None = None) -> Tensor:
         """Return hidden states [T, D] behind the final norm; inside `packed` and `routing`.
 
         With a `gathering` gradients of layers' adapters may go there, and not through autograd.
@@ -75,13 +77,15 @@ class Layers(Stock):
             return super().hidden_states(tokens_T, positions_T, gathering)
         x_TD = nn.functional.embedding(tokens_T, self._embedding.weight)
         rotation = self._rotations.at(positions_T.view(-1), x_TD)
-        here = Common(rotation, attention.current(), recomputing.wanted(), torch.is_grad_enabled())
+        here = Common(rotation, attention.lengths(), attention.current(), recomputing.wanted(), torch.is_grad_enabled())
         route = lora.current_route()
         if route and route[-1].stop > len(tokens_T):
             raise ValueError(f"segments end at {route[-1].stop}, there are {len(tokens_T)} tokens")
         gathering = gathering if here.records else None
+        gathers = gathering is not None or not here.records
+        sheet = Sheet(route, self._names, gathering) if gathers and Sheet.serves(x_TD, route) else None
         for layer in self._layers:
-            adapted = layer.adapted(route, gathering)
+            adapted = layer.adapted(route, sheet, gathering)
             if gathering is not None and gathering.end is None and adapted.has():
                 gathering.end = x_TD.requires_grad_()
                 adapted.is_first = True
@@ -95,7 +99,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, layer: Layer, here: Common, adapted: Adapted, x_TD: Tensor, *_leaves: Tensor) -> Tensor:
-        y_TD, kept, attended = layer.forward(x_TD, here, adapted, records=here.records and not here.recomputes)
+        y_TD, kept = layer.forward(x_TD, here, adapted, records=here.records and not here.recomputes)
         if not here.records:
             return y_TD
         ctx.layer, ctx.here, ctx.adapted = layer, here, adapted
@@ -103,8 +107,7 @@ class _Node(torch.autograd.Function):
             adapted.forget()
             ctx.save_for_backward(x_TD)
         else:
-            ctx.attended = attended
-            ctx.save_for_backward(*kept)
+            ctx.kept = kept
         return y_TD
 
     @staticmethod
@@ -112,10 +115,10 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         adapted: Adapted = ctx.adapted
         if ctx.here.recomputes:
-            _, kept, attended = ctx.layer.forward(*ctx.saved_tensors, ctx.here, adapted, records=True)
+            _, kept = ctx.layer.forward(*ctx.saved_tensors, ctx.here, adapted, records=True)
         else:
-            kept, attended = Kept(*ctx.saved_tensors), ctx.attended
-        ctx.adapted = ctx.attended = None  # what is kept beside autograd goes with this frame, not with the whole graph
+            kept = ctx.kept
+        ctx.adapted = ctx.kept = None  # what is kept beside autograd goes with this frame, not with the whole graph
         wants_input = ctx.needs_input_grad[3] and not adapted.is_first
-        dx_TD = ctx.layer.backward(dy_TD, ctx.here, adapted, kept, attended, wants_input=wants_input)
+        dx_TD = ctx.layer.backward(dy_TD, ctx.here, adapted, kept, wants_input=wants_input)
         return None, None, None, dx_TD, *adapted.gradients()

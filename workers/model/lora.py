@@ -13,7 +13,6 @@ are float32 again.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,18 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from openrl.workers.model import grouped, narrow, products
+from openrl.workers.model.segments import Segment, joined, segments_over
 from openrl.workers.weights.adapter import Adapter
 
 __all__ = ["Adapter", "MultiLoraLinear", "Segment", "current_route", "joined", "routing", "segments_over"]
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Tokens [start, stop) of the packed axis use `adapter`; None is the base alone."""
-
-    start: int
-    stop: int
-    adapter: Adapter | None
 
 
 _ROUTE: ContextVar[tuple[Segment, ...]] = ContextVar("openrl_route", default=())
@@ -54,24 +45,6 @@ def routing(segments: Sequence[Segment]) -> Iterator[None]:
 def current_route() -> tuple[Segment, ...]:
     """The segments that have an adapter, within a `routing`; elsewhere none."""
     return _ROUTE.get()
-
-
-def segments_over(route: Sequence[Segment], total: int) -> list[Segment]:
-    """All `total` tokens: the segments of `route`, and those of the base alone between and behind them.
-
-    Raises:
-        ValueError: the route is longer.
-    """
-    if route and route[-1].stop > total:
-        raise ValueError(f"segments end at {route[-1].stop}, there are {total} tokens")
-    whole, position = [], 0
-    for segment in (*route, Segment(total, total, None)):
-        if segment.start > position:
-            whole.append(Segment(position, segment.start, None))
-        if segment.stop > segment.start:
-            whole.append(segment)
-        position = segment.stop
-    return whole
 
 
 class MultiLoraLinear(nn.Module):
@@ -211,24 +184,3 @@ class _Adapted(torch.autograd.Function):
             groups = grouped.Groups(x_TI, len(weight_OI), ctx.spans, factors)
             return dx_TI, None, None, None, *groups.gradients(dy_TO.contiguous(), x_TI, inner[0], dx_TI)
         return dx_TI, None, None, None, *share_gradients(dy_TO, x_TI, ctx.spans, factors, inner, dx_TI)
-
-
-def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Join neighbours of one adapter and leave out those of the base alone.
-
-    Raises:
-        ValueError: the segments overlap, or aren't in order.
-    """
-    merged: list[Segment] = []
-    position = 0
-    for segment in segments:
-        if segment.start < position or segment.stop < segment.start:
-            raise ValueError(f"segment [{segment.start}, {segment.stop}) overlaps the one before, or is reversed")
-        position = segment.stop
-        if segment.adapter is None or segment.stop == segment.start:
-            continue
-        if merged and merged[-1].adapter is segment.adapter and merged[-1].stop == segment.start:
-            merged[-1] = Segment(merged[-1].start, segment.stop, segment.adapter)
-        else:
-            merged.append(segment)
-    return tuple(merged)

@@ -234,7 +234,7 @@ class Device:
         return self._lanes.map(one, batches)
 
     def _logprobs(
-        self, batch: MicroBatch, shares: list[Share], gathering: Gathering
+        self, batch: MicroBatch, shares: list[Share], gathering: Gathering[vectors.Parts]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the log-probability of every target, piece by piece, and if they are told the entropies."""
         loaded = self._loaded
@@ -286,7 +286,7 @@ def _segments(pieces: Sequence[Piece], adapters: Mapping[int, Adapter | None]) -
     return [Segment(piece.start - first, piece.stop - first, adapters[piece.load]) for piece in pieces]
 
 
-def _gradients(parts: list[tuple[Run, Part]], gathering: Gathering) -> Gradients:
+def _gradients(parts: list[tuple[Run, Part]], gathering: Gathering[vectors.Parts]) -> Gradients:
     """Return the gradients of one micro-batch's finite losses; no tensor of a run gets a `.grad`."""
     losses = [(run, part.loss) for run, part in parts if part.loss is not None]
     if not losses:
@@ -299,7 +299,7 @@ def _gradients(parts: list[tuple[Run, Part]], gathering: Gathering) -> Gradients
     grads = iter(torch.autograd.grad(total, ends, allow_unused=True))
     gradients: Gradients = {}
     for run, tensors in zip(runs, leaves, strict=True):
-        gathered = gathering.rooms.get(run.adapter, ()) if run.adapter is not None else ()
+        gathered = None if run.adapter is None else gathering.rooms.get(run.adapter)
         gradients[run] = run.gradients([next(grads) for _ in tensors], gathered)
     return gradients
 

@@ -161,11 +161,11 @@ class Run:
         trained = self.weights()
         return trained.leaves() if isinstance(trained, Masters) else trained.parameters()
 
-    def room(self) -> Sequence[Tensor]:
+    def room(self) -> vectors.Parts:
         """Return zeros for an adapter's gradient to be gathered in, one behind another."""
         return vectors.zeros_like(self.parameters())
 
-    def gradients(self, of_leaves: Sequence[Tensor | None], gathered: Sequence[Tensor] = ()) -> Sequence[Tensor]:
+    def gradients(self, of_leaves: Sequence[Tensor | None], gathered: vectors.Parts | None = None) -> Sequence[Tensor]:
         """Return gradients of the leaves as float32 ones of the parameters, in their order; None counts as 0.
 
         Those of an adapter lie one behind another, in `gathered` with what is there already.
@@ -173,10 +173,10 @@ class Run:
         trained = self.weights()
         if isinstance(trained, Masters):
             return trained.gradients(of_leaves)
-        if gathered:
-            for room, grad in zip(gathered, of_leaves, strict=True):
+        if gathered is not None:
+            for number, grad in enumerate(of_leaves):
                 if grad is not None:
-                    room.add_(grad)
+                    gathered.add(number, grad)
             return gathered
         parameters = trained.parameters()
         gradients = zip(parameters, of_leaves, strict=True)

@@ -9,6 +9,7 @@ list holds neither as an adapter nor as a gradient.
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import overload
 
 import torch
@@ -35,6 +36,18 @@ class Parts(Sequence[Tensor]):
         self.whole = whole_N
         self.shapes = shapes
         self._views: list[Tensor] = []
+
+    def places(self) -> list[int]:
+        """Return the addresses of the tensors, without making views of them."""
+        sizes = [shape.numel() for shape, _ in self.shapes]
+        begins = accumulate(map(_padded, sizes[:-1]), initial=0)
+        return [self.whole.data_ptr() + self.whole.itemsize * begin for begin in begins]
+
+    def add(self, index: int, tensor: Tensor) -> None:
+        """Add to one of the tensors, without making views of the others."""
+        begin = sum(_padded(shape.numel()) for shape, _ in self.shapes[:index])
+        shape = self.shapes[index][0]
+        _as(shape, self.whole[begin : begin + shape.numel()]).add_(tensor)
 
     def __len__(self) -> int:
         return len(self.shapes)

@@ -1,0 +1,164 @@
+"""What a layer does to each token's row by itself, as compiled loops: norms, and the heads of queries and keys.
+
+A norm is half a dozen calls to torch, a pair of norms and a rotation two dozen, each over rows that fit a cache: for a
+few hundred tokens they cost what is called. One loop (`loops`) does all of it to a row while it is there. Float32 on
+a CPU; the values are those of `norms` and `rotary` to the last bits. Knows neither products nor attention.
+
+Axes: `T` tokens, `D` hidden, `H` heads, `K` key-value heads, `N` the two together, `E` head size.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrl.workers.model import compiled, loops, norms
+from openrl.workers.model.rotary import Rotation
+
+_SIZE = 4
+"""Bytes of a float32."""
+
+
+def serves(*tensors: Tensor) -> bool:
+    """Tell whether rows of these are computed here."""
+    return compiled.HERE and all(one.is_cpu and one.dtype is torch.float32 for one in tensors)
+
+
+class Normed(NamedTuple):
+    """What a norm gives, and what its gradient needs."""
+
+    y: Tensor
+    """With the weight."""
+    normal: Tensor
+    """Without."""
+    factor: Tensor
+    """What was multiplied with, one number a row."""
+
+
+def normed(x_TD: Tensor, weight_D: Tensor, eps: float) -> Normed:
+    """Return the root-mean-square norm of each row."""
+    if not serves(x_TD):
+        normal_TD, factor_T1 = norms.normalized(x_TD, eps)
+        return Normed(normal_TD * weight_D, normal_TD, factor_T1)
+    x_TD = x_TD.contiguous()
+    num, size = x_TD.shape
+    y_TD, normal_TD, factor_T = torch.empty_like(x_TD), torch.empty_like(x_TD), torch.empty(num)
+    loops.norm(
+        y_TD.data_ptr(), normal_TD.data_ptr(), factor_T.data_ptr(), x_TD.data_ptr(), weight_D.data_ptr(), num, size,
+        np.float32(eps),
+    )  # fmt: skip
+    return Normed(y_TD, normal_TD, factor_T)
+
+
+def norm_gradient(dy_TD: Tensor, of: Normed, weight_D: Tensor, beside_TD: Tensor) -> Tensor:
+    """Return the gradient of a norm's input plus `beside_TD`, which comes past the norm."""
+    if not serves(dy_TD):
+        return norms.gradient(dy_TD, of.normal, of.factor, weight_D, beside_TD)
+    dy_TD, beside_TD = dy_TD.contiguous(), beside_TD.contiguous()
+    dx_TD = torch.empty_like(dy_TD)
+    loops.norm_gradient(
+        dx_TD.data_ptr(), dy_TD.data_ptr(), of.normal.data_ptr(), of.factor.data_ptr(), weight_D.data_ptr(),
+        beside_TD.data_ptr(), *dy_TD.shape,
+    )  # fmt: skip
+    return dx_TD
+
+
+class Heads(NamedTuple):
+    """Queries and keys as attention takes them, and what their gradient needs."""
+
+    q: Tensor
+    """[T, H, E]."""
+    k: Tensor
+    """[T, K, E]."""
+    normal: Tensor
+    """Both normalized, without weight and rotation [T, N, E]; empty where they aren't."""
+    factor: Tensor
+    """[T, N], or empty."""
+
+
+class HeadNorms(NamedTuple):
+    """The norms of queries and keys."""
+
+    q: Tensor
+    """[E]."""
+    k: Tensor
+    """[E]."""
+    eps: float
+
+
+def heads(q_TO: Tensor, k_TO: Tensor, rotation: Rotation, normed_by: HeadNorms | None) -> Heads:
+    """Normalize each head, where that is asked for, and rotate it."""
+    size = rotation.cos.size(-1)
+    num, num_q, num_k = len(q_TO), q_TO.size(1) // size, k_TO.size(1) // size
+    if not serves(q_TO):
+        return _heads(torch.cat([q_TO, k_TO], 1).view(num, -1, size), num_q, rotation, normed_by)
+    q_THE, k_TKE = torch.empty(num, num_q, size), torch.empty(num, num_k, size)
+    kept = num if normed_by is not None else 0
+    normal_TNE, factor_TN = torch.empty(kept, num_q + num_k, size), torch.empty(kept, num_q + num_k)
+    q_at, k_at, eps = _weights(normed_by)
+    for x_TO, out, weight_at, first in ((q_TO, q_THE, q_at, 0), (k_TO, k_TKE, k_at, num_q)):
+        loops.heads(
+            out.data_ptr(), normal_TNE.data_ptr(), factor_TN.data_ptr(), x_TO.data_ptr(), weight_at, _at(rotation),
+            num, out.size(1), first, num_q + num_k, size, eps,
+        )  # fmt: skip
+    return Heads(q_THE, k_TKE, normal_TNE, factor_TN)
+
+
+def heads_gradient(
+    dq_THE: Tensor, dk_TKE: Tensor, of: Heads, rotation: Rotation, normed_by: HeadNorms | None
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of what `heads` took [T, H * E] and [T, K * E], from those of what it gave."""
+    num, num_q, size = dq_THE.shape
+    num_k = dk_TKE.size(1)
+    if not serves(dq_THE):
+        return _heads_gradient(torch.cat([dq_THE, dk_TKE], 1), num_q, of, rotation, normed_by)
+    dq_TO, dk_TO = torch.empty(num, num_q * size), torch.empty(num, num_k * size)
+    q_at, k_at, _ = _weights(normed_by)
+    for dy, dx_TO, weight_at, first in ((dq_THE, dq_TO, q_at, 0), (dk_TKE, dk_TO, k_at, num_q)):
+        dy = dy if dy.stride(2) == 1 else dy.contiguous()
+        loops.heads_gradient(
+            dx_TO.data_ptr(), dy.data_ptr(), dy.stride(0), dy.stride(1), of.normal.data_ptr(), of.factor.data_ptr(),
+            weight_at, _at(rotation), num, dy.size(1), first, num_q + num_k, size,
+        )  # fmt: skip
+    return dq_TO, dk_TO
+
+
+def _heads(qk_TNE: Tensor, num_q: int, rotation: Rotation, normed_by: HeadNorms | None) -> Heads:
+    normal_TNE = factor_TN1 = qk_TNE.new_empty(0)
+    if normed_by is not None:
+        normal_TNE, factor_TN1 = norms.normalized(qk_TNE, normed_by.eps)
+        qk_TNE = normal_TNE * _both(normed_by, num_q, qk_TNE.size(1))
+    q_THE, k_TKE = rotation.turn(qk_TNE).tensor_split([num_q], 1)
+    return Heads(q_THE, k_TKE, normal_TNE, factor_TN1)
+
+
+def _heads_gradient(
+    dqk_TNE: Tensor, num_q: int, of: Heads, rotation: Rotation, normed_by: HeadNorms | None
+) -> tuple[Tensor, Tensor]:
+    dqk_TNE = rotation.turn_back(dqk_TNE)
+    if normed_by is not None:
+        dqk_TNE = norms.gradient(dqk_TNE, of.normal, of.factor, _both(normed_by, num_q, dqk_TNE.size(1)))
+    dq_THE, dk_TKE = dqk_TNE.tensor_split([num_q], 1)
+    return dq_THE.flatten(1), dk_TKE.flatten(1)
+
+
+def _both(normed_by: HeadNorms, num_q: int, num_all: int) -> Tensor:
+    """What normalized queries and keys are multiplied with [N, E]."""
+    return torch.cat([normed_by.q.expand(num_q, -1), normed_by.k.expand(num_all - num_q, -1)])
+
+
+def _weights(normed_by: HeadNorms | None) -> tuple[int, int, np.float32]:
+    """Where the weights of both norms lie, 0 where there are none, and their eps."""
+    if normed_by is None:
+        return 0, 0, np.float32(0)
+    return normed_by.q.data_ptr(), normed_by.k.data_ptr(), np.float32(normed_by.eps)
+
+
+def _at(rotation: Rotation) -> int:
+    """Where the rows of cosines and sines lie, one behind another."""
+    cos, first, second = rotation
+    size = cos.size(-1)
+    assert cos.stride(0) == 2 * size and first.data_ptr() == cos.data_ptr() + _SIZE * size, "a rotation lies in rows"
+    assert second.data_ptr() == first.data_ptr() + _SIZE * (size // 2)
+    return cos.data_ptr()
