@@ -70,6 +70,34 @@ def test_heads_and_their_gradients_are_autograds(way, normed_by):
         assert near(gradient, torch.autograd.grad(expected, end, upstream)[0])
 
 
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 30.0, 1e4])
+def test_the_gate_and_its_gradient_are_autograds(way, spread):
+    gate, up, dout = spread * drawn(1, 9, 70), drawn(2, 9, 70), drawn(3, 9, 70)
+    ends = [one.double().requires_grad_() for one in (gate, up)]
+    expected = torch.nn.functional.silu(ends[0]) * ends[1]
+    assert near(rows.gated(gate, up), expected)
+    wide = torch.cat([gate, up], 1)
+    assert near(rows.gated(*wide.chunk(2, 1)), expected)
+    gradients = torch.autograd.grad(expected, ends, dout.double())
+    assert all(map(near, rows.gated_gradient(dout, gate, up), gradients))
+
+
+@pytest.mark.skipif(not compiled.HERE, reason="numba isn't installed")
+@pytest.mark.parametrize("normed_by", [HeadNorms(drawn(5, SIZE), drawn(6, SIZE), EPS), None], ids=["norms", "none"])
+def test_without_a_gradient_the_values_are_the_same(normed_by):
+    num, num_q, num_k = 11, 4, 2
+    q, k, v = drawn(1, num, num_q * SIZE), drawn(2, num, num_k * SIZE), drawn(3, num, num_k * SIZE)
+    turned = rotation(num)
+    of = rows.heads(q, k, turned, normed_by)
+    together = torch.cat([q, k, v], 1)[:, : (num_q + num_k) * SIZE].unflatten(1, (-1, SIZE))
+    out = torch.empty(num, num_q + num_k, SIZE)
+    rows.turn(out, together, num_q, turned, normed_by)
+    assert near(out, torch.cat([of.q, of.k], 1))
+    x, weight = drawn(4, 9, 70), drawn(5, 64)
+    y = rows.norm_into(torch.empty(9, 64), x[:, :64], weight, EPS)
+    assert near(y, rows.normed(x[:, :64], weight, EPS).y)
+
+
 def test_a_nan_stays_in_its_row():
     x, weight = drawn(1, 5, 64), drawn(2, 64)
     whole = rows.normed(x, weight, EPS).y

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from openrl.workers.model import lora, products, rows, short
 from openrl.workers.model.attention import Attend, Rule
@@ -62,8 +62,6 @@ class Kept(NamedTuple):
     """[T, F]."""
     up: Tensor
     """[T, F]."""
-    gated: Tensor
-    """`silu(gate)` [T, F]."""
     down_in: Tensor
     """[T, F]."""
 
@@ -111,9 +109,8 @@ class Layer:
         x_TD = self._added(O, x_TD, seen_TO, adapted)
         mlp_normed = rows.normed(x_TD, self._mlp_norm.weight, self._mlp_norm.eps)
         gate_TF, up_TF = (self._product(which, mlp_normed.y, adapted) for which in (GATE, UP))
-        gated_TF = nn.functional.silu(gate_TF)
-        z_TF = gated_TF * up_TF
-        kept = Kept(normed, heads, attended, seen_TO, mlp_normed, gate_TF, up_TF, gated_TF, z_TF)
+        z_TF = rows.gated(gate_TF, up_TF)
+        kept = Kept(normed, heads, attended, seen_TO, mlp_normed, gate_TF, up_TF, z_TF)
         return self._added(DOWN, x_TD, z_TF, adapted), kept
 
     def backward(
@@ -121,8 +118,7 @@ class Layer:
     ) -> Tensor | None:
         """Gradient of the output [T, D] -> of the input, if that is wanted; those of the factors go to `adapted`."""
         dz_TF = self._back(DOWN, dy_TD, kept.down_in, adapted)
-        dup_TF = dz_TF * kept.gated
-        dgate_TF = torch.ops.aten.silu_backward(dz_TF.mul_(kept.up), kept.gate)
+        dgate_TF, dup_TF = rows.gated_gradient(dz_TF, kept.gate, kept.up)
         mlp_in_TD = kept.mlp_normed.y
         din_TD = self._back(GATE, dgate_TF, mlp_in_TD, adapted)
         din_TD = self._back(UP, dup_TF, mlp_in_TD, adapted, din_TD)

@@ -214,66 +214,124 @@ def norm_gradient(dx_at, dy_at, normal_at, factor_at, weight_at, beside_at, num,
 
 
 @compiled
-def heads(  # type: ignore[no-untyped-def]
-    out_at, normal_at, factor_at, x_at, weight_at, rotation_at, num, num_heads, first, num_all, size, eps
-):
-    half = size // 2
-    row = np.empty(size, np.float32)
+def norm_alone(y_at, x_at, x_stride, weight_at, num, size, eps):  # type: ignore[no-untyped-def]
+    """`norm` for no gradient."""
+    weight = floats(weight_at, size)
     for t in range(num):
-        cos = floats(rotation_at + _SIZE * 2 * size * t, size)
-        to_first = floats(rotation_at + _SIZE * (2 * size * t + size), half)
-        to_second = floats(rotation_at + _SIZE * (2 * size * t + size + half), half)
-        for head in range(num_heads):
-            at = _SIZE * (t * num_heads + head) * size
-            x, out = floats(x_at + at, size), floats(out_at + at, size)
-            if weight_at != 0:
-                weight = floats(weight_at, size)
-                place = t * num_all + first + head
-                normal = floats(normal_at + _SIZE * place * size, size)
-                squares = np.float32(0)
-                for e in range(size):
-                    squares += x[e] * x[e]
-                factor = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
-                floats(factor_at + _SIZE * place, 1)[0] = factor
-                for e in range(size):
-                    value = x[e] * factor
-                    normal[e] = value
-                    row[e] = value * weight[e]
-            else:
-                for e in range(size):
-                    row[e] = x[e]
-            for e in range(half):
-                out[e] = row[e] * cos[e] + row[half + e] * to_first[e]
-                out[half + e] = row[half + e] * cos[half + e] + row[e] * to_second[e]
+        x, y = floats(x_at + _SIZE * t * x_stride, size), floats(y_at + _SIZE * t * size, size)
+        squares = np.float32(0)
+        for d in range(size):
+            squares += x[d] * x[d]
+        factor = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
+        for d in range(size):
+            y[d] = x[d] * factor * weight[d]
 
 
 @compiled
-def heads_gradient(  # type: ignore[no-untyped-def]
-    dx_at, dy_at, token_stride, head_stride, normal_at, factor_at, weight_at, rotation_at, num, num_heads, first,
-    num_all, size,
-):  # fmt: skip
-    half = size // 2
+def heads(queries, keys, kept, rotation_at, num, size, eps):  # type: ignore[no-untyped-def]
+    """Normalize and rotate. `queries` and `keys`: number of heads, weight, and where rows are read and written.
+
+    `kept` is where normalized heads and their factors go; without it they go nowhere, without a weight there are none.
+    """
+    num_q = queries[0]
     for t in range(num):
-        cos = floats(rotation_at + _SIZE * 2 * size * t, size)
-        to_first = floats(rotation_at + _SIZE * (2 * size * t + size), half)
-        to_second = floats(rotation_at + _SIZE * (2 * size * t + size + half), half)
-        for head in range(num_heads):
-            dx = floats(dx_at + _SIZE * (t * num_heads + head) * size, size)
-            dy = floats(dy_at + _SIZE * (t * token_stride + head * head_stride), size)
+        row_at = rotation_at + _SIZE * 2 * size * t
+        place = t * (num_q + keys[0])
+        _heads_of_token(queries, kept, place, row_at, t, size, eps)
+        _heads_of_token(keys, kept, place + num_q, row_at, t, size, eps)
+
+
+@compiled
+def _heads_of_token(part, kept, place, rotation_at, t, size, eps):  # type: ignore[no-untyped-def]
+    num_heads, weight_at, x_at, x_stride, out_at, out_stride = part
+    normal_at, factor_at = kept
+    half = size // 2
+    cos, to_first = floats(rotation_at, size), floats(rotation_at + _SIZE * size, half)
+    to_second = floats(rotation_at + _SIZE * (size + half), half)
+    for head in range(num_heads):
+        x = floats(x_at + _SIZE * (t * x_stride + head * size), size)
+        out = floats(out_at + _SIZE * (t * out_stride + head * size), size)
+        if weight_at == 0:
             for e in range(half):
-                dx[e] = dy[e] * cos[e] + dy[half + e] * to_second[e]
-                dx[half + e] = dy[half + e] * cos[half + e] + dy[e] * to_first[e]
-            if weight_at != 0:
-                weight = floats(weight_at, size)
-                place = t * num_all + first + head
-                normal = floats(normal_at + _SIZE * place * size, size)
-                factor = floats(factor_at + _SIZE * place, 1)[0]
-                inner = np.float32(0)
-                for e in range(size):
-                    inner += dx[e] * weight[e] * normal[e]
-                inner /= np.float32(size)
-                for e in range(size):
-                    dx[e] = factor * (dx[e] * weight[e] - normal[e] * inner)
+                first, second = x[e], x[half + e]
+                out[e] = first * cos[e] + second * to_first[e]
+                out[half + e] = second * cos[half + e] + first * to_second[e]
+            continue
+        weight = floats(weight_at, size)
+        squares = np.float32(0)
+        for e in range(size):
+            squares += x[e] * x[e]
+        factor = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
+        if normal_at != 0:
+            floats(factor_at + _SIZE * (place + head), 1)[0] = factor
+            normal = floats(normal_at + _SIZE * (place + head) * size, size)
+            for e in range(size):
+                normal[e] = x[e] * factor
+        for e in range(half):
+            first, second = x[e] * factor * weight[e], x[half + e] * factor * weight[half + e]
+            out[e] = first * cos[e] + second * to_first[e]
+            out[half + e] = second * cos[half + e] + first * to_second[e]
+
+
+@compiled
+def heads_gradient(queries, keys, kept, rotation_at, num, size):  # type: ignore[no-untyped-def]
+    """The gradients of what `heads` read; of each part: number of heads, weight, the upstream one's place and strides.
+
+    And where it goes.
+    """
+    num_q = queries[0]
+    for t in range(num):
+        row_at = rotation_at + _SIZE * 2 * size * t
+        place = t * (num_q + keys[0])
+        _heads_gradient_of_token(queries, kept, place, row_at, t, size)
+        _heads_gradient_of_token(keys, kept, place + num_q, row_at, t, size)
+
+
+@compiled
+def _heads_gradient_of_token(part, kept, place, rotation_at, t, size):  # type: ignore[no-untyped-def]
+    num_heads, weight_at, dy_at, token_stride, head_stride, dx_at = part
+    normal_at, factor_at = kept
+    half = size // 2
+    cos, to_first = floats(rotation_at, size), floats(rotation_at + _SIZE * size, half)
+    to_second = floats(rotation_at + _SIZE * (size + half), half)
+    for head in range(num_heads):
+        dx = floats(dx_at + _SIZE * (t * num_heads + head) * size, size)
+        dy = floats(dy_at + _SIZE * (t * token_stride + head * head_stride), size)
+        for e in range(half):
+            dx[e] = dy[e] * cos[e] + dy[half + e] * to_second[e]
+            dx[half + e] = dy[half + e] * cos[half + e] + dy[e] * to_first[e]
+        if weight_at == 0:
+            continue
+        weight = floats(weight_at, size)
+        normal = floats(normal_at + _SIZE * (place + head) * size, size)
+        factor = floats(factor_at + _SIZE * (place + head), 1)[0]
+        inner = np.float32(0)
+        for e in range(size):
+            inner += dx[e] * weight[e] * normal[e]
+        inner /= np.float32(size)
+        for e in range(size):
+            dx[e] = factor * (dx[e] * weight[e] - normal[e] * inner)
+
+
+@compiled
+def gated(out_at, gate_at, gate_stride, up_at, up_stride, num, size):  # type: ignore[no-untyped-def]
+    """silu(gate) * up."""
+    for t in range(num):
+        out, gate = floats(out_at + _SIZE * t * size, size), floats(gate_at + _SIZE * t * gate_stride, size)
+        up = floats(up_at + _SIZE * t * up_stride, size)
+        for f in range(size):
+            out[f] = gate[f] * _sigmoid(gate[f]) * up[f]
+
+
+@compiled
+def gated_gradient(dgate_at, dup_at, dout_at, gate_at, up_at, size):  # type: ignore[no-untyped-def]
+    """All one row behind another, `size` values in all."""
+    dgate, dup, dout = floats(dgate_at, size), floats(dup_at, size), floats(dout_at, size)
+    gate, up = floats(gate_at, size), floats(up_at, size)
+    for f in range(size):
+        share = _sigmoid(gate[f])
+        dup[f] = dout[f] * gate[f] * share
+        dgate[f] = dout[f] * up[f] * share * (np.float32(1) + gate[f] * (np.float32(1) - share))
 
 
 @compiled
@@ -340,6 +398,45 @@ def attend_gradient(places, sizes, lengths, scale):  # type: ignore[no-untyped-d
 
 
 @compiled
+def attend_cached(out_at, q_at, q_stride, keys_at, values_at, table, first, sizes, scale):  # type: ignore[no-untyped-def]
+    """One token of each sequence sees what a cache holds of it: positions [position, heads, size].
+
+    `table`: where each sequence begins in the cache, and the token's own place behind that. With `first` above 0 it
+    sees so many tokens alone, itself the last.
+    """
+    longest, num_heads, num_keys, size = sizes
+    group, row = num_heads // num_keys, num_keys * size
+    scores = np.empty(group * longest, np.float32)
+    for t in range(len(table)):
+        begin, last = table[t, 0], table[t, 1]
+        unseen = max(0, last + 1 - first) if first > 0 else 0
+        num = last + 1 - unseen
+        for key in range(num_keys):
+            at = _SIZE * ((begin + unseen) * row + key * size)
+            k, v = floats(keys_at + at, num * row), floats(values_at + at, num * row)
+            q = floats(q_at + _SIZE * (t * q_stride + key * group * size), group * size)
+            out = floats(out_at + _SIZE * (t * num_heads + key * group) * size, group * size)
+            _across(scores, longest, scale, q, size, k, row, group, num, size)
+            for head in range(group):
+                _softmax(scores[head * longest :], num, num)
+            for e in range(group * size):
+                out[e] = np.float32(0)
+            _along(out, size, np.float32(1), scores, longest, 1, v, row, group, num, size)
+
+
+@compiled
+def add_to_columns(x_at, x_stride, num_in, y_at, y_stride, table, scales):  # type: ignore[no-untyped-def]
+    """`add_shares` for modules whose outputs lie side by side: first column and number of outputs come with each."""
+    for number in range(len(table)):
+        start, rows, rank, a_at, b_at, column, num_out = table[number]
+        x = floats(x_at + _SIZE * start * x_stride, rows * x_stride)
+        y = floats(y_at + _SIZE * (start * y_stride + column), rows * y_stride)
+        a, b, h = floats(a_at, rank * num_in), floats(b_at, rank * num_out), np.empty(rows * rank, np.float32)
+        _across(h, rank, np.float32(1), x, x_stride, a, num_in, rows, rank, num_in)
+        _along(y, y_stride, scales[number], h, rank, 1, b, num_out, rows, rank, num_out)
+
+
+@compiled
 def _softmax(row, num, size):  # type: ignore[no-untyped-def]
     """Make weights of the first `num` of `size` scores; the rest become 0."""
     highest = row[0]
@@ -370,3 +467,9 @@ def _exp(x):  # type: ignore[no-untyped-def]
     power = power * rest + np.float32(5.0000001201e-1)
     power = power * rest * rest + rest + np.float32(1)
     return power * power_of_two(np.int32(whole))
+
+
+@compiled
+def _sigmoid(x):  # type: ignore[no-untyped-def]
+    less = _exp(-abs(x))
+    return (np.float32(1) if x >= np.float32(0) else less) / (np.float32(1) + less)

@@ -1,17 +1,18 @@
-"""What a layer does to each token's row by itself, as compiled loops: norms, and the heads of queries and keys.
+"""What a layer does to each token's row by itself, as compiled loops: norms, heads of queries and keys, the gate.
 
 A norm is half a dozen calls to torch, a pair of norms and a rotation two dozen, each over rows that fit a cache: for a
 few hundred tokens they cost what is called. One loop (`loops`) does all of it to a row while it is there. Float32 on
 a CPU; the values are those of `norms` and `rotary` to the last bits. Knows neither products nor attention.
 
-Axes: `T` tokens, `D` hidden, `H` heads, `K` key-value heads, `N` the two together, `E` head size.
+Axes: `T` tokens, `D` hidden, `H` heads, `K` key-value heads, `N` the two together, `E` head size, `F` the inner size of
+the MLP.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from openrl.workers.model import compiled, loops, norms
 from openrl.workers.model.rotary import Rotation
@@ -64,6 +65,37 @@ def norm_gradient(dy_TD: Tensor, of: Normed, weight_D: Tensor, beside_TD: Tensor
     return dx_TD
 
 
+def norm_into(y_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Fill `y_TD` with the norm of each row, for no gradient; only if `serves`."""
+    num, size = x_TD.shape
+    loops.norm_alone(y_TD.data_ptr(), x_TD.data_ptr(), x_TD.stride(0), weight_D.data_ptr(), num, size, np.float32(eps))
+    return y_TD
+
+
+def gated(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
+    """Return `silu(gate) * up`, for no gradient but `gated_gradient`; their values must lie in rows."""
+    if not serves(gate_TF):
+        return nn.functional.silu(gate_TF) * up_TF
+    num, size = gate_TF.shape
+    out_TF = torch.empty(num, size)
+    loops.gated(out_TF.data_ptr(), gate_TF.data_ptr(), gate_TF.stride(0), up_TF.data_ptr(), up_TF.stride(0), num, size)
+    return out_TF
+
+
+def gated_gradient(dout_TF: Tensor, gate_TF: Tensor, up_TF: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up."""
+    if not serves(dout_TF):
+        dup_TF = dout_TF * nn.functional.silu(gate_TF)
+        return torch.ops.aten.silu_backward(dout_TF * up_TF, gate_TF), dup_TF
+    dgate_TF, dup_TF = torch.empty_like(gate_TF), torch.empty_like(up_TF)
+    assert all(one.is_contiguous() for one in (dout_TF, gate_TF, up_TF)), "rows lie one behind another"
+    loops.gated_gradient(
+        dgate_TF.data_ptr(), dup_TF.data_ptr(), dout_TF.data_ptr(), gate_TF.data_ptr(), up_TF.data_ptr(),
+        gate_TF.numel(),
+    )  # fmt: skip
+    return dgate_TF, dup_TF
+
+
 class Heads(NamedTuple):
     """Queries and keys as attention takes them, and what their gradient needs."""
 
@@ -97,12 +129,25 @@ def heads(q_TO: Tensor, k_TO: Tensor, rotation: Rotation, normed_by: HeadNorms |
     kept = num if normed_by is not None else 0
     normal_TNE, factor_TN = torch.empty(kept, num_q + num_k, size), torch.empty(kept, num_q + num_k)
     q_at, k_at, eps = _weights(normed_by)
-    for x_TO, out, weight_at, first in ((q_TO, q_THE, q_at, 0), (k_TO, k_TKE, k_at, num_q)):
-        loops.heads(
-            out.data_ptr(), normal_TNE.data_ptr(), factor_TN.data_ptr(), x_TO.data_ptr(), weight_at, _at(rotation),
-            num, out.size(1), first, num_q + num_k, size, eps,
-        )  # fmt: skip
+    loops.heads(
+        (num_q, q_at, q_TO.data_ptr(), q_TO.stride(0), q_THE.data_ptr(), num_q * size),
+        (num_k, k_at, k_TO.data_ptr(), k_TO.stride(0), k_TKE.data_ptr(), num_k * size),
+        (normal_TNE.data_ptr(), factor_TN.data_ptr()), _at(rotation), num, size, eps,
+    )  # fmt: skip
     return Heads(q_THE, k_TKE, normal_TNE, factor_TN)
+
+
+def turn(out_TNE: Tensor, qk_TNE: Tensor, num_q: int, rotation: Rotation, normed_by: HeadNorms | None) -> None:
+    """Fill `out_TNE` with queries and keys, side by side, normalized and rotated, for no gradient; only if `serves`."""
+    num, num_all, size = qk_TNE.shape
+    q_at, k_at, eps = _weights(normed_by)
+    (x_at, x_stride), (out_at, out_stride) = ((one.data_ptr(), one.stride(0)) for one in (qk_TNE, out_TNE))
+    skipped = _SIZE * num_q * size
+    loops.heads(
+        (num_q, q_at, x_at, x_stride, out_at, out_stride),
+        (num_all - num_q, k_at, x_at + skipped, x_stride, out_at + skipped, out_stride),
+        (0, 0), _at(rotation), num, size, eps,
+    )  # fmt: skip
 
 
 def heads_gradient(
@@ -114,13 +159,13 @@ def heads_gradient(
     if not serves(dq_THE):
         return _heads_gradient(torch.cat([dq_THE, dk_TKE], 1), num_q, of, rotation, normed_by)
     dq_TO, dk_TO = torch.empty(num, num_q * size), torch.empty(num, num_k * size)
+    dq_THE, dk_TKE = (one if one.stride(2) == 1 else one.contiguous() for one in (dq_THE, dk_TKE))
     q_at, k_at, _ = _weights(normed_by)
-    for dy, dx_TO, weight_at, first in ((dq_THE, dq_TO, q_at, 0), (dk_TKE, dk_TO, k_at, num_q)):
-        dy = dy if dy.stride(2) == 1 else dy.contiguous()
-        loops.heads_gradient(
-            dx_TO.data_ptr(), dy.data_ptr(), dy.stride(0), dy.stride(1), of.normal.data_ptr(), of.factor.data_ptr(),
-            weight_at, _at(rotation), num, dy.size(1), first, num_q + num_k, size,
-        )  # fmt: skip
+    loops.heads_gradient(
+        (num_q, q_at, dq_THE.data_ptr(), dq_THE.stride(0), dq_THE.stride(1), dq_TO.data_ptr()),
+        (num_k, k_at, dk_TKE.data_ptr(), dk_TKE.stride(0), dk_TKE.stride(1), dk_TO.data_ptr()),
+        (of.normal.data_ptr(), of.factor.data_ptr()), _at(rotation), num, size,
+    )  # fmt: skip
     return dq_TO, dk_TO
 
 
