@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from openrl.workers.model import coordinates
+from openrl.workers.model import compiled, coordinates
 from openrl.workers.model.attention import hidden_states, packed, positions
 from openrl.workers.model.decoder import PARTS, Decoder, way_through
 from openrl.workers.model.families import family
@@ -21,9 +21,13 @@ FAMILIES = sorted(name for name in ZOO if family(ZOO[name]["model_type"]).usual)
 
 
 @pytest.mark.parametrize("copy_bytes", [0, 1 << 30])
+@pytest.mark.parametrize("by", ["loops", "torch"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_short_way_gives_what_transformers_does_with_two_adapters_and_none(tmp_path, name, copy_bytes):
+def test_the_short_way_gives_what_transformers_does_with_two_adapters_and_none(
+    tmp_path, monkeypatch, name, by, copy_bytes
+):
     """Beginnings, then the rest of two and a token of the third: each row has its own adapter, or the base alone."""
+    monkeypatch.setattr(compiled, "HERE", by == "loops" and compiled.HERE)
     loaded = load(make_model(tmp_path, name), device="cpu", dtype=torch.float32)
     way = way_through(loaded, copy_bytes=copy_bytes)
     assert isinstance(way, Decoder)
@@ -102,6 +106,30 @@ def test_what_was_made_of_an_adapter_goes_with_it(tmp_path):
     gc.collect()
 
     assert way.tensors() == []
+
+
+@pytest.mark.skipif(not compiled.HERE, reason="numba isn't installed")
+def test_an_adapter_is_read_where_it_lies_in_a_step_of_others_or_after_its_copy_was_moved(tmp_path):
+    loaded = load(make_model(tmp_path, "qwen3"), device="cpu", dtype=torch.float32)
+    way, sequences = way_through(loaded), [torch.arange(6)] * 2
+    adapters = [some_adapter(loaded, seed=seed, rank=rank) for seed, rank in ((1, 4), (2, 4), (3, 9))]
+    rows = [Row(slot, 0, 6) for slot in range(2)]
+
+    def computed(*pair):
+        return step(way, KVCache(loaded, slots=2, max_length=8), rows, sequences, pair)
+
+    first, second, third = (computed(adapter, None)[0] for adapter in adapters)
+    assert not torch.allclose(first, second, rtol=1e-3, atol=1e-3)
+    for pair, expected in (((0, 1), (first, second)), ((1, 0), (second, first)), ((2, 2), (third, third))):
+        torch.testing.assert_close(computed(*(adapters[number] for number in pair)), expected, rtol=1e-5, atol=1e-5)
+    for tensor in way.tensors():  # as parking does
+        there, size = tensor.clone(), tensor.untyped_storage().nbytes()
+        tensor.untyped_storage().resize_(0)
+        kept = torch.empty(size, dtype=torch.uint8)  # takes the memory that became free
+        tensor.untyped_storage().resize_(size)
+        tensor.copy_(there)
+        assert kept.data_ptr() != tensor.data_ptr()
+    torch.testing.assert_close(computed(adapters[2], adapters[2]), (third, third), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("up_proj",), ("o_proj", "down_proj")])

@@ -13,21 +13,23 @@ head size, `I` inputs, `O` outputs. Squares of a norm are summed in float32.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from openrl.workers.model import attention
+from openrl.workers.model import attention, rows
 from openrl.workers.model.attention import Rule
 from openrl.workers.model.kv_cache import Appending
+from openrl.workers.model.laid import Laid
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.lora import MultiLoraLinear, current_route
 from openrl.workers.model.norms import RootMeanSquareNorm, normalized
 from openrl.workers.model.reordered import Budget, Reordered
 from openrl.workers.model.room import Room, Rooms, Sizes
 from openrl.workers.model.rotary import Rotation, Rotations
-from openrl.workers.model.stacked import Stacked, Stacks
+from openrl.workers.model.rows import GATES, HeadNorms
+from openrl.workers.model.stacked import Stacked
 
 PARTS = 4
 """Groups of linear layers with one input, in each layer: to heads, from heads, into the MLP, out of it."""
@@ -65,10 +67,12 @@ class Decoder:
         body: Any = loaded.model.base_model
         self._embedding, self._rotations = body.embed_tokens, Rotations(body.rotary_emb)
         budget = Budget(copy_bytes)
-        self._layers = [_Layer(number, layer, loaded, budget) for number, layer in enumerate(body.layers)]
-        self._norm = _Norm(body.norm)
+        is_compiled = rows.serves(self._embedding.weight)
+        self._layers = [_Layer(number, layer, loaded, budget, is_compiled) for number, layer in enumerate(body.layers)]
+        self._norm = _Norm(body.norm, is_compiled)
         self._rooms = Rooms(self._layers[0].sizes)
-        self._stacked = Stacked([group for layer in self._layers for group in layer.groups], loaded.dtype)
+        groups = [group for layer in self._layers for group in layer.groups]
+        self._adapters = Laid(groups) if is_compiled else Stacked(groups, loaded.dtype)
 
     def hidden_states(self, tokens_T: Tensor, positions_T: Tensor, cache: Appending) -> Tensor:
         """Return hidden states [T, D] behind the final norm, without gradients."""
@@ -76,7 +80,9 @@ class Decoder:
             x_TD = nn.functional.embedding(tokens_T, self._embedding.weight)
             num_tokens = len(tokens_T)
             rotation = self._rotations.at(positions_T.view(-1), x_TD)
-            step = _Step(num_tokens, self._rooms.of(num_tokens, x_TD), rotation, cache, self._shares(num_tokens))
+            step = _Step(
+                num_tokens, self._rooms.of(num_tokens, x_TD), rotation, cache, self._adapters.shares(current_route())
+            )
             for layer in self._layers:
                 x_TD = layer.forward(x_TD, step)
             return self._norm.into(torch.empty_like(x_TD), x_TD, step.room.factor_T1)
@@ -88,32 +94,14 @@ class Decoder:
 
     def tensors(self) -> list[Tensor]:
         """Return what was computed from adapters and is kept with them. Any thread may ask."""
-        return self._stacked.tensors()
-
-    def _shares(self, num_tokens: int) -> list["_Share"]:
-        return [
-            _Share(self._stacked.of(one.adapter), one.start, one.stop, one.stop - one.start == num_tokens)
-            for one in current_route()
-            if one.adapter is not None
-        ]
+        return self._adapters.tensors()
 
 
-class _Share(NamedTuple):
-    """The tokens of one adapter in a step."""
-
-    stacks: Stacks
-    start: int
-    stop: int
-    is_all: bool
+class _Shares(Protocol):
+    """What adapters have in a step."""
 
     def add(self, number: int, x_TI: Tensor, out_TO: Tensor) -> None:
-        """Add what the adapter has for a group of linear layers."""
-        if (stack := self.stacks[number]) is None:
-            return
-        if self.is_all:
-            stack.add(x_TI, out_TO)
-        else:
-            stack.add(x_TI[self.start : self.stop], out_TO[self.start : self.stop])
+        """Add what they have for a group of linear layers."""
 
 
 class _Step(NamedTuple):
@@ -123,24 +111,27 @@ class _Step(NamedTuple):
     room: Room
     rotation: Rotation
     cache: Appending
-    shares: Sequence[_Share]
+    shares: _Shares
 
 
 class _Norm:
     """A root-mean-square norm as `openrl.workers.model.norms` computes it."""
 
-    def __init__(self, norm: RootMeanSquareNorm) -> None:
-        self.weight, self._eps = norm.weight, norm.eps
+    def __init__(self, norm: RootMeanSquareNorm, is_compiled: bool) -> None:
+        self.weight, self.eps = norm.weight, norm.eps
+        self._is_compiled = is_compiled
         self._eps_0 = torch.tensor(norm.eps)
 
     def into(self, out: Tensor, x: Tensor, factor: Tensor) -> Tensor:
         """Fill `out` with what the norm gives for `x`, both [..., D], with `factor` [..., 1] float32 as room."""
+        if self._is_compiled:
+            return rows.norm_into(out, x, self.weight, self.eps)
         return self.without_weight(out, x, factor).mul_(self.weight)
 
     def without_weight(self, out: Tensor, x: Tensor, factor: Tensor) -> Tensor:
         """Fill `out`, which may be `x` itself."""
         if x.dtype is not torch.float32:
-            return out.copy_(normalized(x, self._eps)[0])
+            return out.copy_(normalized(x, self.eps)[0])
         torch.linalg.vector_norm(x, dim=-1, keepdim=True, out=factor)
         torch.addcmul(self._eps_0, factor, factor, value=1 / x.shape[-1], out=factor)
         return torch.mul(x, factor.rsqrt_(), out=out)
@@ -180,24 +171,26 @@ class _Group:
         return self._with_shares(out_TO, x_TI, step)
 
     def _with_shares(self, out_TO: Tensor, x_TI: Tensor, step: _Step) -> Tensor:
-        for share in step.shares:
-            share.add(self._number, x_TI, out_TO)
+        step.shares.add(self._number, x_TI, out_TO)
         return out_TO
 
 
 class _Layer:
     """Attention and MLP, each behind a norm and beside a residual."""
 
-    def __init__(self, number: int, layer: Any, loaded: LoadedModel, budget: Budget) -> None:
+    def __init__(self, number: int, layer: Any, loaded: LoadedModel, budget: Budget, is_compiled: bool) -> None:
         attn, mlp = layer.self_attn, layer.mlp
-        self._number = number
+        self._number, self._is_compiled = number, is_compiled
         self._act = mlp.act_fn
-        self._before_attention, self._before_mlp = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
-        self._of_heads = (_Norm(attn.q_norm), _Norm(attn.k_norm)) if hasattr(attn, "q_norm") else None
+        self._before_attention = _Norm(layer.input_layernorm, is_compiled)
+        self._before_mlp = _Norm(layer.post_attention_layernorm, is_compiled)
+        of_heads = (attn.q_norm, attn.k_norm) if hasattr(attn, "q_norm") else ()
+        self._of_heads = tuple(_Norm(norm, is_compiled) for norm in of_heads)
+        self._gates = is_compiled and loaded.model.config.hidden_act in GATES
         self._rule = Rule.of(attn, loaded.arch)
         head_dim: int = attn.head_dim
-        of_heads = (attn.q_proj.out_features // head_dim, attn.k_proj.out_features // head_dim, head_dim)
-        self.sizes = Sizes(attn.o_proj.out_features, *of_heads, mlp.gate_proj.out_features)
+        heads = (attn.q_proj.out_features // head_dim, attn.k_proj.out_features // head_dim, head_dim)
+        self.sizes = Sizes(attn.o_proj.out_features, *heads, mlp.gate_proj.out_features)
         self.groups = (
             [attn.q_proj, attn.k_proj, attn.v_proj],
             [attn.o_proj],
@@ -214,25 +207,36 @@ class _Layer:
         qkv = self._to_heads.of(y_TD, step, room.qkv, (room.q, room.k, room.v))
         if qkv is not room.qkv:
             room.qkv.copy_(qkv)
-        self._norm_heads(room)
-        _rotate(room, step.rotation)
+        self._turn_heads(room, step.rotation)
         seen_THE = step.cache.attend(self._number, room.rotated_q_THE, room.rotated_k_TKE, room.v_TKE, self._rule)
         x_TD = self._from_heads.added(x_TD, seen_THE.flatten(1), step)
         y_TD = self._before_mlp.into(room.normal_TD, x_TD, room.factor_T1)
         gate_TF, up_TF = self._into_mlp.of(y_TD, step, room.gate_up, (room.gate, room.up)).chunk(2, 1)
-        return self._out_of_mlp.added(x_TD, self._act(gate_TF).mul_(up_TF), step)
+        gated_TF = rows.gated(gate_TF, up_TF) if self._gates else self._act(gate_TF).mul_(up_TF)
+        return self._out_of_mlp.added(x_TD, gated_TF, step)
 
     def drop_copies(self) -> None:
         """Use no copy of the weights any more."""
         for group in self._made:
             group.copy.drop()
 
-    def _norm_heads(self, room: Room) -> None:
-        if self._of_heads is not None:
+    def _turn_heads(self, room: Room, rotation: Rotation) -> None:
+        """Fill the room's rotated queries and keys, which are normalized first where the model does that."""
+        if self._is_compiled:
+            rows.turn(room.rotated_TNE, room.qk_TNE, room.q_THE.size(1), rotation, self._normed_by())
+            return
+        if self._of_heads:
             of_q, of_k = self._of_heads
             of_q.without_weight(room.qk_TNE, room.qk_TNE, room.factor_TN1)
             room.q_THE.mul_(of_q.weight)
             room.k_TKE.mul_(of_k.weight)
+        _rotate(room, rotation)
+
+    def _normed_by(self) -> HeadNorms | None:
+        if not self._of_heads:
+            return None
+        of_q, of_k = self._of_heads
+        return HeadNorms(of_q.weight, of_k.weight, of_q.eps)
 
 
 def _rotate(room: Room, rotation: Rotation) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
+from openrl.workers.model import short, single
 from openrl.workers.model.attention import Rule, additive, attending, causal, masked, seen
 
 if TYPE_CHECKING:
@@ -198,6 +199,10 @@ class _Beginnings:
 
     def attend(self, _layer: int, q_THD: Tensor, k_TKD: Tensor | None, v_TKD: Tensor | None, rule: Rule) -> Tensor:
         assert k_TKD is not None and v_TKD is not None
+        lengths = [self.length] * (self.num_tokens // self.length)
+        if short.serves(q_THD, lengths, rule):
+            q, k, v = (each.contiguous() for each in (q_THD, k_TKD, v_TKD))
+            return short.Short(q, k, v, lengths, rule.scale).out_THE
         q, k, v = (each.unflatten(0, (-1, self.length)).transpose(1, 2) for each in (q_THD, k_TKD, v_TKD))
         return causal(q, k, v, rule).transpose(1, 2).flatten(0, 1)
 
@@ -234,6 +239,7 @@ class _Decode:
         device = cache.keys.device
         self.cache, self.num_tokens = cache, len(rows)
         starts, slots = [row.start for row in rows], [row.slot for row in rows]
+        self.table = single.table([slot * cache.max_length for slot in slots], starts)
         self.shortest, self.longest = min(starts), max(starts) + 1
         self.slots, self.starts = torch.tensor(slots, device=device), torch.tensor(starts, device=device)
         first, last = min(slots), max(slots)
@@ -246,6 +252,9 @@ class _Decode:
         """Queries, and the same by heads of keys: a decoder's layers all have theirs in one place."""
 
     def attend(self, layer: int, q_THD: Tensor, _k_TKD: Tensor | None, _v_TKD: Tensor | None, rule: Rule) -> Tensor:
+        if single.serves(q_THD, self.cache.memory[0], rule):
+            keys_PKD, values_PKD = (one[layer] for one in self.cache.memory)
+            return single.attended(q_THD, keys_PKD, values_PKD, self.table, rule)
         if self.queries[0] is not q_THD:
             self.queries = (q_THD, q_THD.unflatten(1, (self.cache.keys.shape[2], -1)))
         q_BKGD = self.queries[1] if self.places is None else self._spread(self.queries[1])
@@ -287,8 +296,8 @@ def _batches(caches: Sequence[KVCache], rows: Sequence[Row]) -> list[_Beginnings
     """Put neighbours together that can be attended in one call: single tokens, and equally long beginnings."""
     batches: list[_Beginnings | _Prefill | _Decode] = []
     pairs = zip(caches, rows, strict=True)
-    for (cache, single, length), group in groupby(pairs, key=lambda pair: (pair[0], *_kind(pair[1]))):
-        if single:
+    for (cache, draws, length), group in groupby(pairs, key=lambda pair: (pair[0], *_kind(pair[1]))):
+        if draws:
             batches.append(_Decode(cache, [row for _, row in group]))
         elif length:
             batches.append(_Beginnings([row for _, row in group]))

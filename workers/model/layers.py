@@ -22,9 +22,7 @@ from openrl.workers.model.layer import Adapted, Common, Layer
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.narrow import Sheet
 from openrl.workers.model.rotary import Rotations
-
-GATES = ("silu", "swish")
-"""Names of the one activation whose gradient is known here."""
+from openrl.workers.model.rows import GATES
 
 
 class Way(Protocol):

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from openrl.workers.model import compiled, loops, norms
 from openrl.workers.model.rotary import Rotation
 
+GATES = ("silu", "swish")
+"""Names of the one activation that is known here."""
 _SIZE = 4
 """Bytes of a float32."""
 

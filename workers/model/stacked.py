@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from openrl.workers.model.lora import Adapter, MultiLoraLinear
+from openrl.workers.model.segments import Segment
 
 MOST_ON_A_DIAGONAL = 96
 """Ranks together, above which the zeros beside the blocks cost more than a call for each."""
@@ -61,6 +62,10 @@ class Stacked:
         self._stacks: dict[int, Stacks] = {}
         """By the adapter's id; what is of one goes with it."""
 
+    def shares(self, route: Sequence[Segment]) -> Shares:
+        """Return what the adapters have in a step."""
+        return Shares([(one.start, one.stop, self.of(one.adapter)) for one in route if one.adapter is not None])
+
     def of(self, adapter: Adapter) -> Stacks:
         """Return an adapter's, in the order of the groups."""
         found = self._stacks.get(id(adapter))
@@ -75,6 +80,19 @@ class Stacked:
         """Return what the copies lie in. Any thread may ask."""
         present = [stack for stacks in list(self._stacks.values()) for stack in stacks if stack is not None]
         return [tensor for stack in present for tensor in (stack.a, *(piece.b for piece in stack.pieces))]
+
+
+class Shares:
+    """The adapters' tokens in a step."""
+
+    def __init__(self, parts: Sequence[tuple[int, int, Stacks]]) -> None:
+        self._parts = parts
+
+    def add(self, number: int, x_TI: Tensor, out_TO: Tensor) -> None:
+        """Add what the adapters have for a group of linear layers."""
+        for start, stop, stacks in self._parts:
+            if (stack := stacks[number]) is not None:
+                stack.add(x_TI[start:stop], out_TO[start:stop])
 
 
 def _stack(adapter: Adapter, group: Sequence[tuple[str, int]], dtype: torch.dtype) -> Stack | None:

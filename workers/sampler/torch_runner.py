@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from openrl.tasks.errors import InvalidRequest
+from openrl.workers.model import warming
 from openrl.workers.model.accelerator import Accelerator, SharedAccelerator
 from openrl.workers.model.loading import LoadedModel, load
 from openrl.workers.sampler.full_weights import FullWeights, Version
@@ -53,6 +54,8 @@ def runner(
     shared = accelerator if isinstance(accelerator, SharedAccelerator) else None
     loaded = load(model_path)
     loaded.require(digest)
+    if loaded.device.type == "cpu":
+        warming.warm_up()
     versions = Versions(
         version_loader(data_dir, loaded), max_idle=settings.versions, idle_s=grace_s, beside=shared is None
     )

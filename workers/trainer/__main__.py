@@ -26,10 +26,11 @@ from openrl.tasks.registry import Registry
 from openrl.tasks.settings import StoreSettings
 from openrl.tasks.store import Store
 from openrl.tasks.worker import serve
-from openrl.workers.model import grouped, loading
+from openrl.workers.model import grouped, loading, warming
 from openrl.workers.model.accelerator import Accelerator
 from openrl.workers.model.recomputing import Recomputing
 from openrl.workers.model.settings import AcceleratorSettings
+from openrl.workers.trainer import stepping
 from openrl.workers.trainer.checkpoints import Checkpoints
 from openrl.workers.trainer.device import Device
 from openrl.workers.trainer.engine import TrainerEngine
@@ -102,6 +103,9 @@ def build(
     loaded.require(model.digest)
     accelerator.hold(loaded.tensors)
     log.info("loaded %s from %s: %s on %s", model.name, model.path, loaded.dtype, loaded.device)
+    if loaded.device.type == "cpu":
+        warming.warm_up()
+        stepping.warm_up()
     budget = settings.token_budget or (16384 if loaded.device.type == "cuda" else 1024)
     settings = replace(settings, token_budget=budget)
     if full:  # which is alone, and leaves when nothing has asked for it for long

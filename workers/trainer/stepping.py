@@ -42,6 +42,14 @@ def serves(*vectors_N: Tensor) -> bool:
     return compiled.HERE and all(one.is_cpu and one.dtype is torch.float32 and one.is_contiguous() for one in vectors_N)
 
 
+def warm_up() -> None:
+    """Compile, or read from disk what was compiled, before a run asks for a step; where numba is missing, nothing."""
+    if compiled.HERE:
+        square_sum(torch.ones(1))
+        by = Factors(clip=1, decay=1, beta1=0, beta2=0, scale=0, root=1, eps=1)
+        take(torch.ones(1), torch.ones(1), torch.ones(1), torch.ones(1), by)
+
+
 def square_sum(values_N: Tensor) -> float:
     """Return the sum of all squares."""
     return float(_square_sum(values_N.data_ptr(), len(values_N)))
