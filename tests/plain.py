@@ -3,6 +3,7 @@
 Dense log-softmax over the whole vocabulary, autograd, torch's own AdamW. Nothing of ours is called.
 """
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -64,8 +65,8 @@ class Plain:
         return total.item(), arrays
 
     def steepness(self) -> float:
-        """How much the last loss would change at most if each log-probability were one nat another, to first order."""
-        return sum(float(logprobs.grad.abs().sum()) for logprobs in self._told)
+        """How far the last loss moves where each log-probability is off by one nat, by chance up or down."""
+        return math.sqrt(sum(float(logprobs.grad.square().sum()) for logprobs in self._told))
 
     def step(self, **changes: float) -> None:
         """One step of torch's AdamW with Tinker's defaults; clears the gradient."""

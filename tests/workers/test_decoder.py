@@ -50,6 +50,34 @@ def test_the_short_way_gives_what_transformers_does_with_two_adapters_and_none(
         torch.testing.assert_close(torch.cat(ours), expected_TD, atol=1e-5, rtol=1e-5)
 
 
+def test_a_route_that_is_longer_than_its_tokens_is_refused(tmp_path):
+    loaded = load(make_model(tmp_path, "qwen3"), device="cpu", dtype=torch.float32)
+    way, cache, adapter = (
+        way_through(loaded),
+        KVCache(loaded, slots=1, max_length=8),
+        some_adapter(loaded, seed=1, rank=3),
+    )
+    with cached(cache, [Row(0, 0, 5)]) as appending, routing([Segment(0, 9, adapter)]):
+        with pytest.raises(ValueError, match="segments end at 9, there are 5 tokens"):
+            way.hidden_states(torch.arange(5), positions([5]), appending)
+
+
+def test_another_activation_and_another_type_are_transformers_too(tmp_path):
+    tokens = torch.arange(6)
+    for act, dtype, bound in (("gelu", torch.float32, 1e-5), ("silu", torch.bfloat16, 0.1)):
+        loaded = load(make_model(tmp_path / act, "llama3"), device="cpu", dtype=dtype)
+        for layer in loaded.model.base_model.layers:
+            layer.mlp.act_fn = torch.nn.GELU() if act == "gelu" else layer.mlp.act_fn
+        loaded.model.config.hidden_act = act
+        adapters = [some_adapter(loaded, seed=seed, rank=3) for seed in (1, 2)]
+        rows = [Row(slot, 0, 6) for slot in range(2)]
+        parts = step(way_through(loaded), KVCache(loaded, slots=2, max_length=8), rows, [tokens] * 2, adapters)
+        for ours_TD, adapter in zip(parts, adapters, strict=True):
+            with torch.no_grad(), packed([6]), routing([Segment(0, 6, adapter)]):
+                expected_TD = hidden_states(loaded, tokens, positions([6]))
+            torch.testing.assert_close(ours_TD, expected_TD, atol=bound, rtol=bound)
+
+
 def test_weights_that_are_changed_in_place_are_those_of_the_next_step(tmp_path):
     loaded = load(make_model(tmp_path, "qwen3"), device="cpu", dtype=torch.float32)
     way, tokens = way_through(loaded), torch.arange(6)

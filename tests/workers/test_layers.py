@@ -16,6 +16,9 @@ from tests.model_families.zoo import ZOO, make_model
 from tests.workers.test_decoder import FAMILIES, some_adapter
 
 LENGTHS = [7, 7, 20, 40]
+TIMES = 4
+"""How much further from float64 than transformers' a gradient may be that is further than 1e-5: where terms cancel it
+is all rounding, and sums have another order."""
 FLAGS = {"all": {}, "attention": {"train_mlp": False}, "MLP": {"train_attn": False}}
 
 
@@ -28,7 +31,7 @@ def loaded(request, tmp_path_factory):
 
 @pytest.mark.parametrize("flags", FLAGS)
 def test_hidden_states_and_gradients_are_transformers(loaded, flags):
-    """Two sequences of one adapter, one of none, one of another adapter. Where terms cancel, as near as theirs."""
+    """Two sequences of one adapter, one of none, one of another adapter. Gradients are near float64's."""
     segments = segments_of(loaded, **FLAGS[flags])
     ours, mine = computed(way_through(loaded), loaded, segments)
     theirs, expected = computed(Stock(loaded), loaded, segments)
@@ -200,7 +203,7 @@ def computed(way, loaded, segments, of=None):
 
 def assert_as_near(mine, expected, exact):
     for gradient, other, precise in zip(mine, expected, exact, strict=True):
-        assert distance(gradient.double(), precise) < max(1e-5, 4 * distance(other.double(), precise))
+        assert distance(gradient.double(), precise) < max(1e-5, TIMES * distance(other.double(), precise))
 
 
 def gradients_of(hidden_TD, ends):

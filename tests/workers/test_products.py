@@ -44,8 +44,10 @@ def test_what_is_added_to_stays_as_it_is(library):
     assert torch.equal(to, before)
 
 
-def test_a_row_has_the_same_bits_beside_any_others():
-    x, weight = drawn(300, 256), drawn(768, 256)
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(256, 768), (768, 256), (65, 33), (576, 1536)])
+def test_a_row_has_the_same_bits_beside_any_others(inputs, outputs, turned):
+    x, weight = drawn(300, inputs), drawn(inputs, outputs).t() if turned else drawn(outputs, inputs)
     whole = product(x, weight)
     assert all(torch.equal(product(x[:rows], weight), whole[:rows]) for rows in (2, 3, 31, 32, 96, 224))
     x[7] = float("nan")

@@ -91,7 +91,7 @@ def test_without_a_gradient_the_values_are_the_same(normed_by):
     of = rows.heads(q, k, turned, normed_by)
     together = torch.cat([q, k, v], 1)[:, : (num_q + num_k) * SIZE].unflatten(1, (-1, SIZE))
     out = torch.empty(num, num_q + num_k, SIZE)
-    rows.turn(out, together, num_q, turned, normed_by)
+    rows.heads_into(out, together, num_q, turned, normed_by)
     assert near(out, torch.cat([of.q, of.k], 1))
     x, weight = drawn(4, 9, 70), drawn(5, 64)
     y = rows.norm_into(torch.empty(9, 64), x[:, :64], weight, EPS)

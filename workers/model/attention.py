@@ -8,7 +8,8 @@ registered mask function it builds no mask (`masking_utils._preprocess_mask_argu
 A layer's own rule says how far back a token sees (its sliding window, itself included) and whether scores are capped.
 A window is a band of blocks, so neither way costs the square of a sequence that is much longer than its window.
 
-What a token sees of a cache is `openrl.workers.model.kv_cache`'s.
+What a token sees of a cache is `openrl.workers.model.kv_cache`'s; short sequences of a layer of the usual form are
+`short`'s.
 
 Axes: `H` heads, `K` key-value heads, `T` packed tokens, `D` head size.
 """
@@ -36,7 +37,7 @@ BLOCK = 256
 
 
 class Rule(NamedTuple):
-    """How one layer attends."""
+    """How one layer attends. What is added must be refused by `short.serves` and `single.serves`, or done there."""
 
     scale: float
     """What the products of queries and keys are multiplied with."""

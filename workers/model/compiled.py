@@ -16,7 +16,7 @@ import numpy as np
 try:
     import numba
     from numba.extending import intrinsic
-except ImportError:  # an environment that something else made, such as vLLM's
+except ImportError:  # installed without our extras
     HERE = False
 else:
     HERE = True
@@ -24,6 +24,8 @@ else:
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
+# numba doesn't see when these, or `floats` and `power_of_two`, change: what it kept on disk stays in use. After a
+# change here, `make clean`.
 _OPTIONS: dict[str, Any] = {
     "nogil": True,
     "boundscheck": False,

@@ -1,14 +1,15 @@
 """The forward of a step in a cache, without gradients, for decoders of the usual form.
 
-What transformers' layers compute, with fewer calls: a step of few tokens costs what is called, not what is
-multiplied. Outputs of a layer's products lie in memory that all layers share (`room`), an adapter's factors are put
-together once (`stacked`), rotations are looked up (`rotary`), and what a residual adds is added by the product itself.
-For a CPU; models of another form, those on an accelerator, and whatever needs gradients go through transformers.
+What transformers' layers compute, with fewer calls: a step of few tokens costs what is called, not what is multiplied.
+Outputs of a layer's products lie in memory that all layers share (`room`), an adapter's factors are put together once
+(`laid`; `stacked` in other types or without numba), rotations are looked up (`rotary`), norms, heads and gates are
+`rows`', and what a residual adds is added by the product itself. For a CPU; models of another form, those on an
+accelerator, and whatever needs gradients go through transformers.
 
 Weights are read where they lie, so they can be patched, parked and brought back; or, as far as the caller gives room
 for it, from a copy that follows them (`reordered`).
 
-Axes: `T` packed tokens, `S` those of a segment, `D` hidden, `H` heads, `K` key-value heads, `N` the two together, `E`
+Axes: `T` packed tokens, `D` hidden, `H` heads, `K` key-value heads, `N` the two together, `E`
 head size, `I` inputs, `O` outputs. Squares of a norm are summed in float32.
 """
 
@@ -29,6 +30,7 @@ from openrl.workers.model.reordered import Budget, Reordered
 from openrl.workers.model.room import Room, Rooms, Sizes
 from openrl.workers.model.rotary import Rotation, Rotations
 from openrl.workers.model.rows import GATES, HeadNorms
+from openrl.workers.model.segments import require_within
 from openrl.workers.model.stacked import Stacked
 
 PARTS = 4
@@ -78,11 +80,10 @@ class Decoder:
         """Return hidden states [T, D] behind the final norm, without gradients."""
         with torch.no_grad():
             x_TD = nn.functional.embedding(tokens_T, self._embedding.weight)
-            num_tokens = len(tokens_T)
+            num_tokens, route = len(tokens_T), current_route()
+            require_within(route, num_tokens)
             rotation = self._rotations.at(positions_T.view(-1), x_TD)
-            step = _Step(
-                num_tokens, self._rooms.of(num_tokens, x_TD), rotation, cache, self._adapters.shares(current_route())
-            )
+            step = _Step(num_tokens, self._rooms.of(num_tokens, x_TD), rotation, cache, self._adapters.shares(route))
             for layer in self._layers:
                 x_TD = layer.forward(x_TD, step)
             return self._norm.into(torch.empty_like(x_TD), x_TD, step.room.factor_T1)
@@ -184,6 +185,7 @@ class _Layer:
         self._act = mlp.act_fn
         self._before_attention = _Norm(layer.input_layernorm, is_compiled)
         self._before_mlp = _Norm(layer.post_attention_layernorm, is_compiled)
+        self._attention = attn
         of_heads = (attn.q_norm, attn.k_norm) if hasattr(attn, "q_norm") else ()
         self._of_heads = tuple(_Norm(norm, is_compiled) for norm in of_heads)
         self._gates = is_compiled and loaded.model.config.hidden_act in GATES
@@ -223,7 +225,7 @@ class _Layer:
     def _turn_heads(self, room: Room, rotation: Rotation) -> None:
         """Fill the room's rotated queries and keys, which are normalized first where the model does that."""
         if self._is_compiled:
-            rows.turn(room.rotated_TNE, room.qk_TNE, room.q_THE.size(1), rotation, self._normed_by())
+            rows.heads_into(room.rotated_TNE, room.qk_TNE, room.q_THE.size(1), rotation, HeadNorms.of(self._attention))
             return
         if self._of_heads:
             of_q, of_k = self._of_heads
@@ -231,12 +233,6 @@ class _Layer:
             room.q_THE.mul_(of_q.weight)
             room.k_TKE.mul_(of_k.weight)
         _rotate(room, rotation)
-
-    def _normed_by(self) -> HeadNorms | None:
-        if not self._of_heads:
-            return None
-        of_q, of_k = self._of_heads
-        return HeadNorms(of_q.weight, of_k.weight, of_q.eps)
 
 
 def _rotate(room: Room, rotation: Rotation) -> None:

@@ -227,9 +227,9 @@ class _Prefill:
 
 
 class _Decode:
-    """One token of each of several rows, padded to the longest.
+    """One token of each of several rows: each by itself (`single`), or, where that can't be, padded to the longest.
 
-    Slots are read where they lie: from the first to the last in use, those between them in vain, as copying costs
+    Then slots are read where they lie: from the first to the last in use, those between them in vain, as copying costs
     more. Only rows that are spread thinly are gathered.
     """
 
@@ -296,8 +296,8 @@ def _batches(caches: Sequence[KVCache], rows: Sequence[Row]) -> list[_Beginnings
     """Put neighbours together that can be attended in one call: single tokens, and equally long beginnings."""
     batches: list[_Beginnings | _Prefill | _Decode] = []
     pairs = zip(caches, rows, strict=True)
-    for (cache, draws, length), group in groupby(pairs, key=lambda pair: (pair[0], *_kind(pair[1]))):
-        if draws:
+    for (cache, is_single, length), group in groupby(pairs, key=lambda pair: (pair[0], *_kind(pair[1]))):
+        if is_single:
             batches.append(_Decode(cache, [row for _, row in group]))
         elif length:
             batches.append(_Beginnings([row for _, row in group]))

@@ -1,8 +1,8 @@
 """An adapter's factors as a decoder's compiled steps use them: one behind another in a vector, each B turned.
 
-What `stacked` is to torch's products: copies, made once an adapter, whose factors must not change afterwards. A group
-of linear layers with one input is one call for all adapters of a step. Where each factor lies is looked up again only
-when a step has other adapters or other tokens of them than the one before, or the vectors lie elsewhere.
+What `stacked` is where steps aren't compiled: copies, made once an adapter, whose factors must not change afterwards. A
+group of linear layers with one input is one call for all adapters of a step. Where each factor lies is looked up again
+only when a step has other adapters or other tokens of them than the one before, or the vectors lie elsewhere.
 
 Axes: `T` tokens, `I` inputs, `O` outputs of all layers of a group, side by side, `R` rank.
 """
@@ -100,6 +100,7 @@ class Shares:
         """Add what the adapters have for a group of linear layers; both must lie in rows."""
         table, scales = self._tables[number]
         if len(table):
+            assert x_TI.stride(1) == out_TO.stride(1) == 1, "rows are read and written where they lie"
             (x_at, x_stride), (y_at, y_stride) = ((one.data_ptr(), one.stride(0)) for one in (x_TI, out_TO))
             loops.add_to_columns(x_at, x_stride, x_TI.size(1), y_at, y_stride, table, scales)
 

@@ -18,11 +18,13 @@ from torch.autograd.function import once_differentiable
 
 from openrl.workers.model import attention, lora, recomputing
 from openrl.workers.model.gathering import Gathering
-from openrl.workers.model.layer import Adapted, Common, Layer
+from openrl.workers.model.layer import Common, Layer
+from openrl.workers.model.layer_adapters import LayerAdapters
 from openrl.workers.model.loading import LoadedModel
 from openrl.workers.model.narrow import Sheet
 from openrl.workers.model.rotary import Rotations
 from openrl.workers.model.rows import GATES
+from openrl.workers.model.segments import require_within
 
 
 class Way(Protocol):
@@ -77,13 +79,12 @@ class Layers(Stock):
         rotation = self._rotations.at(positions_T.view(-1), x_TD)
         here = Common(rotation, attention.lengths(), attention.current(), recomputing.wanted(), torch.is_grad_enabled())
         route = lora.current_route()
-        if route and route[-1].stop > len(tokens_T):
-            raise ValueError(f"segments end at {route[-1].stop}, there are {len(tokens_T)} tokens")
+        require_within(route, len(tokens_T))
         gathering = gathering if here.records else None
         gathers = gathering is not None or not here.records
         sheet = Sheet(route, self._names, gathering) if gathers and Sheet.serves(x_TD, route) else None
         for layer in self._layers:
-            adapted = layer.adapted(route, sheet, gathering)
+            adapted = layer.adapters(route, sheet, gathering)
             if gathering is not None and gathering.end is None and adapted.has():
                 gathering.end = x_TD.requires_grad_()
                 adapted.is_first = True
@@ -96,8 +97,8 @@ class _Node(torch.autograd.Function):
     """One layer as a node of the graph."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Layer, here: Common, adapted: Adapted, x_TD: Tensor, *_leaves: Tensor) -> Tensor:
-        y_TD, kept = layer.forward(x_TD, here, adapted, records=here.records and not here.recomputes)
+    def forward(ctx: Any, layer: Layer, here: Common, adapted: LayerAdapters, x_TD: Tensor, *_leaves: Tensor) -> Tensor:
+        y_TD, kept = layer.forward(x_TD, here, adapted, keeps_graph=here.records and not here.recomputes)
         if not here.records:
             return y_TD
         ctx.layer, ctx.here, ctx.adapted = layer, here, adapted
@@ -111,9 +112,9 @@ class _Node(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
-        adapted: Adapted = ctx.adapted
+        adapted: LayerAdapters = ctx.adapted
         if ctx.here.recomputes:
-            _, kept = ctx.layer.forward(*ctx.saved_tensors, ctx.here, adapted, records=True)
+            _, kept = ctx.layer.forward(*ctx.saved_tensors, ctx.here, adapted, keeps_graph=True)
         else:
             kept = ctx.kept
         ctx.adapted = ctx.kept = None  # what is kept beside autograd goes with this frame, not with the whole graph

@@ -1,8 +1,10 @@
 """The loops that are compiled: over adapters' factors, over rows, over the heads of short sequences.
 
 All in one file, since what numba keeps on disk is made anew when the file of the loop itself has changed, not one that
-it calls. Memory comes by address, sizes and strides in values of float32; nothing is checked here. `narrow`, `rows` and
-`short` say what each is for, and see to its conditions. Each sum has an order that depends on sizes alone.
+it calls (`compiled` says what to do after a change there). Memory comes by address, sizes and strides in values of
+float32; nothing is checked here. `narrow`, `laid`, `rows`, `short` and `single` say what each is for, and assert its
+conditions. Each sum has an order that depends on sizes alone. A `table` has a line for each segment: first token,
+tokens, rank, the addresses of A [R, I] and of B as [R, O], then those of their gradients; rank 0 is no adapter.
 
 Two products do all the multiplying: `_across` sums along the rows of both of its factors, `_along` adds rows of one to
 rows of the other. Both hold four rows by four in registers, and leave the long side to the processor's vectors.
@@ -20,6 +22,7 @@ _BLOCK = 64
 
 @compiled
 def add_shares(x_at, x_stride, num_in, y_at, y_stride, num_out, table, scales, inner_at):  # type: ignore[no-untyped-def]
+    """y += scale * (x A^T) B^T for each segment; x A^T is kept."""
     for number in range(len(table)):
         start, rows, rank = table[number, 0], table[number, 1], table[number, 2]
         if rank == 0:
@@ -35,6 +38,7 @@ def add_shares(x_at, x_stride, num_in, y_at, y_stride, num_out, table, scales, i
 
 @compiled
 def share_gradients(dy_at, dy_stride, num_out, x_at, x_stride, num_in, dx_at, dx_stride, table, scales, inner_at):  # type: ignore[no-untyped-def]
+    """Add the gradients of A and B, and with `dx_at` what comes through them to that of x."""
     for number in range(len(table)):
         start, rows, rank, scale = table[number, 0], table[number, 1], table[number, 2], scales[number]
         if rank == 0:
@@ -183,6 +187,7 @@ def _along(out, out_stride, scale, c, c_row, c_column, b, b_stride, num_rows, nu
 
 @compiled
 def norm(y_at, normal_at, factor_at, x_at, weight_at, num, size, eps):  # type: ignore[no-untyped-def]
+    """The root-mean-square norm of each row, with the weight and without, and what was multiplied with."""
     factors, weight = floats(factor_at, num), floats(weight_at, size)
     for t in range(num):
         x, y = floats(x_at + _SIZE * t * size, size), floats(y_at + _SIZE * t * size, size)
@@ -200,6 +205,7 @@ def norm(y_at, normal_at, factor_at, x_at, weight_at, num, size, eps):  # type: 
 
 @compiled
 def norm_gradient(dx_at, dy_at, normal_at, factor_at, weight_at, beside_at, num, size):  # type: ignore[no-untyped-def]
+    """Its gradient plus what comes past it."""
     factors, weight = floats(factor_at, num), floats(weight_at, size)
     for t in range(num):
         dx, dy = floats(dx_at + _SIZE * t * size, size), floats(dy_at + _SIZE * t * size, size)
@@ -275,10 +281,7 @@ def _heads_of_token(part, kept, place, rotation_at, t, size, eps):  # type: igno
 
 @compiled
 def heads_gradient(queries, keys, kept, rotation_at, num, size):  # type: ignore[no-untyped-def]
-    """The gradients of what `heads` read; of each part: number of heads, weight, the upstream one's place and strides.
-
-    And where it goes.
-    """
+    """The gradients of what `heads` read; a part is heads, weight, place and strides of the upstream one, own place."""
     num_q = queries[0]
     for t in range(num):
         row_at = rotation_at + _SIZE * 2 * size * t

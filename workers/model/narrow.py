@@ -73,10 +73,14 @@ def gradients(
 
 
 class Sheet:
-    """Where the adapters of a pass lie, and their gradients, for all modules of a model: looked up once."""
+    """Where the adapters of a pass lie, and their gradients, for all modules of a model: looked up once.
+
+    Neither may move or change until the backward is over: nobody would notice.
+    """
 
     def __init__(self, route: Sequence[Segment], names: Sequence[str], gathering: Gathering[Any] | None) -> None:
         """`names` are the modules, in the order of their numbers; without a `gathering` it is for forwards alone."""
+        self._held = tuple(route), gathering  # what the addresses are of
         table = np.zeros((len(names), len(route), 7), np.int64)
         lines: dict[Adapter, np.ndarray] = {}
         for number, (start, stop, adapter) in enumerate((one.start, one.stop, one.adapter) for one in route):
@@ -104,6 +108,7 @@ class Sheet:
     def add(self, module: int, x_TI: Tensor, y_TO: Tensor) -> Tensor:
         """Add to `y_TO` what the adapters of a module give; return what the gradients need."""
         inner_N = torch.empty(self._sizes[module])
+        assert y_TO.stride(1) == 1, "rows are written where they lie"
         x_TI = _in_rows(x_TI)
         loops.add_shares(
             *_place(x_TI), *_place(y_TO), self._tables[module], self._scales, inner_N.data_ptr(),
@@ -114,6 +119,7 @@ class Sheet:
         """Gather the gradients of a module's factors, and add to `dx_TI` what comes through them."""
         dy_TO, x_TI = _in_rows(dy_TO), _in_rows(x_TI)
         dx_at, dx_stride = (0, 0) if dx_TI is None else (dx_TI.data_ptr(), dx_TI.stride(0))
+        assert dx_TI is None or dx_TI.stride(1) == 1, "rows are written where they lie"
         loops.share_gradients(
             *_place(dy_TO), *_place(x_TI), dx_at, dx_stride, self._tables[module], self._scales, inner_N.data_ptr(),
         )  # fmt: skip
@@ -136,7 +142,7 @@ def _place(rows_TI: Tensor) -> tuple[int, int, int]:
 def _table(spans: Spans, factors: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray, int, list[Tensor]]:
     """Return start, number of tokens, rank and both addresses of each span; the scales; the size of all inner values.
 
-    And what must be held as long as the addresses are used.
+    The tensors that come last must be held as long as the addresses are used.
     """
     held = [one.contiguous() for one in factors[::2]] + [_long(one) for one in factors[1::2]]
     number = len(spans)

@@ -1,9 +1,9 @@
 """Products of tokens with the frozen weights of linear layers, by the faster of the libraries that torch has on a CPU.
 
 `torch.mm` of float32 goes to MKL, which leaves half of the vector units of some processors idle; oneDNN, which torch
-has too, uses all that it finds. It reads weights where they lie. A row's bits don't depend on how many others there
-are, from two on; a single row is no product of matrices and stays with torch, as do other types, accelerators, and a
-torch without oneDNN. Without gradients: who calls has a backward of its own.
+has too, uses all that it finds. It reads weights where they lie. In the sizes that are tested a row's bits don't depend
+on how many others there are, from two on; a single row is no product of matrices and stays with torch, as do other
+types, accelerators, and a torch without oneDNN. Without gradients: who calls has a backward of its own.
 
 Axes: `T` tokens, `I` inputs, `O` outputs.
 """

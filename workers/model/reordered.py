@@ -12,6 +12,7 @@ Axes: `T` tokens, `I` inputs, `O` outputs of all layers of a group.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ class Reordered:
         countless = any(one.is_inference() for one in self._weights + self._biases)  # nobody would see them change
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
-        if alike and not countless and products.works() and budget.take(size_bytes):
+        if alike and not countless and _works() and budget.take(size_bytes):
             with torch.no_grad():
                 self._weight = _ordered(_one(self._weights))
                 self._bias = _one(self._biases) if self._biases else None
@@ -88,3 +89,13 @@ def _one(tensors: Sequence[Tensor]) -> Tensor:
 def _ordered(weight_OI: Tensor) -> Tensor:
     ordered: Any = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _ROWS)
     return ordered
+
+
+@cache
+def _works() -> bool:
+    """Try it once: whether it is there depends on how torch was built."""
+    try:
+        ordered = _ordered(torch.eye(8))
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+    return products.works() and ordered is not None

@@ -20,7 +20,8 @@ FIRST = 1024
 class Rotation(NamedTuple):
     """Of each token's position: what a head is multiplied with, and what the other half of it is.
 
-    Each pair of the first and the second half is rotated (Su et al. 2021, "RoFormer").
+    Each pair of the first and the second half is rotated (Su et al. 2021, "RoFormer"). The three are parts of one row,
+    which `rows` relies on.
     """
 
     cos: Tensor

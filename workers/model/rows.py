@@ -8,7 +8,7 @@ Axes: `T` tokens, `D` hidden, `H` heads, `K` key-value heads, `N` the two togeth
 the MLP.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ class Normed(NamedTuple):
 
 def normed(x_TD: Tensor, weight_D: Tensor, eps: float) -> Normed:
     """Return the root-mean-square norm of each row."""
-    if not serves(x_TD):
+    if not serves(x_TD, weight_D):
         normal_TD, factor_T1 = norms.normalized(x_TD, eps)
         return Normed(normal_TD * weight_D, normal_TD, factor_T1)
     x_TD = x_TD.contiguous()
@@ -56,7 +56,7 @@ def normed(x_TD: Tensor, weight_D: Tensor, eps: float) -> Normed:
 
 def norm_gradient(dy_TD: Tensor, of: Normed, weight_D: Tensor, beside_TD: Tensor) -> Tensor:
     """Return the gradient of a norm's input plus `beside_TD`, which comes past the norm."""
-    if not serves(dy_TD):
+    if not serves(dy_TD, weight_D):
         return norms.gradient(dy_TD, of.normal, of.factor, weight_D, beside_TD)
     dy_TD, beside_TD = dy_TD.contiguous(), beside_TD.contiguous()
     dx_TD = torch.empty_like(dy_TD)
@@ -69,6 +69,7 @@ def norm_gradient(dy_TD: Tensor, of: Normed, weight_D: Tensor, beside_TD: Tensor
 
 def norm_into(y_TD: Tensor, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """Fill `y_TD` with the norm of each row, for no gradient; only if `serves`."""
+    assert y_TD.is_contiguous() and x_TD.stride(1) == 1, "values lie in rows"
     num, size = x_TD.shape
     loops.norm_alone(y_TD.data_ptr(), x_TD.data_ptr(), x_TD.stride(0), weight_D.data_ptr(), num, size, np.float32(eps))
     return y_TD
@@ -78,6 +79,7 @@ def gated(gate_TF: Tensor, up_TF: Tensor) -> Tensor:
     """Return `silu(gate) * up`, for no gradient but `gated_gradient`; their values must lie in rows."""
     if not serves(gate_TF):
         return nn.functional.silu(gate_TF) * up_TF
+    assert gate_TF.stride(1) == up_TF.stride(1) == 1, "values lie in rows"
     num, size = gate_TF.shape
     out_TF = torch.empty(num, size)
     loops.gated(out_TF.data_ptr(), gate_TF.data_ptr(), gate_TF.stride(0), up_TF.data_ptr(), up_TF.stride(0), num, size)
@@ -112,13 +114,18 @@ class Heads(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """The norms of queries and keys."""
+    """The norms of queries and keys; both have one eps."""
 
     q: Tensor
     """[E]."""
     k: Tensor
     """[E]."""
     eps: float
+
+    @classmethod
+    def of(cls, layer: Any) -> "HeadNorms | None":
+        """Return those of a layer's attention; None where it has none."""
+        return cls(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps) if hasattr(layer, "q_norm") else None
 
 
 def heads(q_TO: Tensor, k_TO: Tensor, rotation: Rotation, normed_by: HeadNorms | None) -> Heads:
@@ -130,6 +137,7 @@ def heads(q_TO: Tensor, k_TO: Tensor, rotation: Rotation, normed_by: HeadNorms |
     q_THE, k_TKE = torch.empty(num, num_q, size), torch.empty(num, num_k, size)
     kept = num if normed_by is not None else 0
     normal_TNE, factor_TN = torch.empty(kept, num_q + num_k, size), torch.empty(kept, num_q + num_k)
+    assert q_TO.stride(1) == k_TO.stride(1) == 1, "heads lie in rows"
     q_at, k_at, eps = _weights(normed_by)
     loops.heads(
         (num_q, q_at, q_TO.data_ptr(), q_TO.stride(0), q_THE.data_ptr(), num_q * size),
@@ -139,8 +147,9 @@ def heads(q_TO: Tensor, k_TO: Tensor, rotation: Rotation, normed_by: HeadNorms |
     return Heads(q_THE, k_TKE, normal_TNE, factor_TN)
 
 
-def turn(out_TNE: Tensor, qk_TNE: Tensor, num_q: int, rotation: Rotation, normed_by: HeadNorms | None) -> None:
+def heads_into(out_TNE: Tensor, qk_TNE: Tensor, num_q: int, rotation: Rotation, normed_by: HeadNorms | None) -> None:
     """Fill `out_TNE` with queries and keys, side by side, normalized and rotated, for no gradient; only if `serves`."""
+    assert qk_TNE.stride()[1:] == out_TNE.stride()[1:] == (qk_TNE.size(2), 1), "heads lie in rows"
     num, num_all, size = qk_TNE.shape
     q_at, k_at, eps = _weights(normed_by)
     (x_at, x_stride), (out_at, out_stride) = ((one.data_ptr(), one.stride(0)) for one in (qk_TNE, out_TNE))

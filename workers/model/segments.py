@@ -36,14 +36,23 @@ def joined(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     return tuple(merged)
 
 
+def require_within(route: Sequence[Segment], total: int) -> None:
+    """Check that a route ends with the tokens at the latest.
+
+    Raises:
+        ValueError: it is longer.
+    """
+    if route and route[-1].stop > total:
+        raise ValueError(f"segments end at {route[-1].stop}, there are {total} tokens")
+
+
 def segments_over(route: Sequence[Segment], total: int) -> list[Segment]:
     """All `total` tokens: the segments of `route`, and those of the base alone between and behind them.
 
     Raises:
         ValueError: the route is longer.
     """
-    if route and route[-1].stop > total:
-        raise ValueError(f"segments end at {route[-1].stop}, there are {total} tokens")
+    require_within(route, total)
     whole, position = [], 0
     for segment in (*route, Segment(total, total, None)):
         if segment.start > position:

@@ -1,4 +1,6 @@
-"""An adapter's factors as a decoder's step uses them: those of linear layers with one input lie together.
+"""An adapter's factors as a step of a decoder uses them that isn't compiled: those of one input lie together.
+
+For float32 on a CPU with numba, `laid` takes this place.
 
 Queries, keys and values are of one input, and so are a gate and what it opens: their A's lie one below another, their
 B's in blocks along a diagonal, so that two products do what six did. Copies, made once an adapter: its factors must not

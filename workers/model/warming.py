@@ -43,7 +43,7 @@ def _rows() -> None:
     for norms in (None, rows.HeadNorms(weight_D, weight_D, _EPS)):
         heads = rows.heads(x_TD, x_TD, rotation, norms)
         rows.heads_gradient(heads.q, heads.k, heads, rotation, norms)
-        rows.turn(torch.empty(2, 2, 4), torch.ones(2, 2, 4), 1, rotation, norms)
+        rows.heads_into(torch.empty(2, 2, 4), torch.ones(2, 2, 4), 1, rotation, norms)
     rows.gated_gradient(rows.gated(x_TD, x_TD), x_TD, x_TD)
 
 

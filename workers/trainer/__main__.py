@@ -103,7 +103,7 @@ def build(
     loaded.require(model.digest)
     accelerator.hold(loaded.tensors)
     log.info("loaded %s from %s: %s on %s", model.name, model.path, loaded.dtype, loaded.device)
-    if loaded.device.type == "cpu":
+    if loaded.device.type == "cpu" and not full:
         warming.warm_up()
         stepping.warm_up()
     budget = settings.token_budget or (16384 if loaded.device.type == "cuda" else 1024)

@@ -1,9 +1,10 @@
 """AdamW with decoupled weight decay and bias correction: one step is one function.
 
-Knows lists of tensors, not adapters. A step either happens as a whole or changes nothing: all new values are made,
-checked and only then written. Parameters, moments and gradients are float32. Computes on vectors of all `N` values
-(`vectors`): one operation for each of many small tensors would cost several times as much. After Loshchilov and Hutter
-2019, "Decoupled Weight Decay Regularization".
+Knows lists of tensors, not adapters. A step either happens as a whole or changes nothing: it is computed first to see
+that it is finite. A run that lies in vectors on a CPU is then computed again in place (`stepping`); otherwise all new
+values are made, checked and only then written. Parameters, moments and gradients are float32. Computes on vectors of
+all `N` values (`vectors`): one operation for each of many small tensors would cost several times as much. After
+Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization".
 """
 
 from __future__ import annotations
