@@ -39,9 +39,9 @@ def test_an_operation_in_the_works_shows_by_name_in_the_celery_cli_and_in_flower
         assert "sampler-" in page
         asking = start(service, "celery", "inspect", "active", "--json")
         endless = []
-        while asking.poll() is None and len(endless) < 200:
+        while asking.poll() is None and len(endless) < 400:
             endless.append(wire.asample(http, sampler, len(endless) + 1, TOKENS, max_tokens=470, stop=[]).json())
-            time.sleep(0.3)
+            time.sleep(0.05)  # one ends in half a second: there is always another
         active = json.loads(asking.communicate(timeout=30)[0])
         names = {task["name"] for tasks in active.values() for task in tasks}
         assert "sampler.sample" in names

@@ -200,3 +200,20 @@ def test_importance_sampling_over_an_old_logprob_of_minus_100_fails_and_names_th
     bad = Datum(tokens=datum.tokens, inputs={**datum.inputs, "logprobs": sampled})
     outcome = bench.one(run, ForwardBackward(data=(datum, bad), loss_fn="importance_sampling"))
     assert "data[1], position 3" in outcome.error and "logprobs -100.0" in outcome.error
+
+
+@pytest.mark.parametrize("rank", [64, 65, 140])
+def test_a_rank_beyond_the_models_own_width_is_trained_as_the_plain_way_does(bench, tiny_path, rank):
+    """Its A is higher than wide."""
+    twin, message = Twin(bench, tiny_path), CASES["cross_entropy"]
+    twin.run = bench.run(7, rank=rank, seed=7)
+    twin.plain = Plain(tiny_path, twin.export(f"rank-{rank}"), torch.float64)
+    for number, hyper in enumerate(STEPS):
+        result(bench.one(twin.run, message))
+        twin.plain.forward_backward(message.data, message.loss_fn)
+        if number == 0:
+            error, tensor = furthest(twin.gradient(), twin.plain.gradients())
+            assert error < BOUND, tensor
+        assert bench.one(twin.run, hyper).error is None
+        twin.plain_step(hyper)
+        twin.assert_equal(f"rank-{rank}-{number}")

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 import torch
 from openrl.workers.model import loading, loops, warming
-from openrl.workers.trainer import stepping
 from openrl.workers.model.decoder import way_through
 from openrl.workers.model.kv_cache import KVCache, Row
 from openrl.tasks.messages import OptimStep
@@ -21,11 +20,9 @@ from tests.trainer.bench import Bench, forward_backward
 from tests.workers.test_decoder import some_adapter, step
 
 def known():
-    both = [*vars(loops).items(), *vars(stepping).items()]
-    return {name: len(loop.signatures) for name, loop in both if hasattr(loop, "signatures")}
+    return {name: len(loop.signatures) for name, loop in vars(loops).items() if hasattr(loop, "signatures")}
 
 warming.warm_up()
-stepping.warm_up()
 before = known()
 called = before.keys() - {"floats", "power_of_two"} - {name for name in vars(loops) if name.startswith("_")}
 assert all(before[name] for name in called), before

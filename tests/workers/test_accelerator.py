@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -82,6 +83,7 @@ def trainer(path: Path, directory: Path) -> tuple[Bench, list]:
 def train(bench: Bench, state, steps: int, turn: Callable) -> list[dict]:
     results = []
     for step in range(steps):
+        time.sleep(0.02)  # a client thinks: a step takes a few milliseconds, and who asks at once again keeps its turn
         with turn():
             outcomes = [bench.one(state, forward_backward(seed=step)), bench.one(state, STEP)]
         assert not any(outcome.error for outcome in outcomes)
@@ -118,6 +120,7 @@ def test_two_trainers_in_turns_learn_what_each_learns_alone_and_never_lie_there_
         expected.append((train(bench, state, 6, Accelerator().turn), bits(bench, state)))
     size = sum(map(len, expected[0][1]))
     found: dict[int, tuple] = {}
+    both_are_there = threading.Barrier(2)  # or one is done before the other is loaded
 
     def work(number: int) -> None:
         # Room for one state and a half: two of them, even for a moment, would be an ArenaFull.
@@ -126,6 +129,7 @@ def test_two_trainers_in_turns_learn_what_each_learns_alone_and_never_lie_there_
             bench, states = trainer(path, tmp_path / f"shared-{number}")
             accelerator.hold(bench.loaded.tensors)
             accelerator.hold(lambda: bench.device.residency.tensors(states))
+        both_are_there.wait(60)
         results = train(bench, states[0], 6, accelerator.turn)
         with accelerator.turn():
             found[number] = (results, bits(bench, states[0]))

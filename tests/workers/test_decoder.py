@@ -191,7 +191,7 @@ def test_an_adapter_that_is_not_finite_spoils_its_own_rows_alone(tmp_path):
 
 def test_rotations_are_those_of_the_model_however_far_the_table_has_grown(tmp_path):
     module = load(make_model(tmp_path, "llama3"), device="cpu").model.base_model.rotary_emb
-    rotations, like = Rotations(module), torch.zeros(1)
+    rotations, like = Rotations(module, 12), torch.zeros(1)
     for where in (torch.tensor([0, 3, 17]), torch.tensor([FIRST - 1, FIRST, 5 * FIRST])):
         ours, (cos_1TE, sin_1TE) = rotations.at(where, like), module(like, where[None])
         first_TE, second_TE = sin_1TE[0].chunk(2, -1)

@@ -11,6 +11,7 @@ from openrl.workers.model import compiled, lora, narrow
 from openrl.workers.model.gathering import Gathering
 from openrl.workers.model.narrow import Sheet
 from openrl.workers.model.segments import Segment, joined
+from openrl.workers.trainer import vectors
 from openrl.workers.weights.adapter import Adapter
 
 pytestmark = pytest.mark.skipif(not compiled.HERE, reason="numba isn't installed")
@@ -69,9 +70,14 @@ def test_shares_and_gradients_of_many_ranks_are_those_of_float64(rows, long):
     inputs=st.integers(1, 40),
     outputs=st.integers(1, 40),
     gap=st.integers(0, 2),
+    turned=st.booleans(),
 )
-def test_any_sizes_give_what_torchs_products_give_in_float64(ranks, rows, inputs, outputs, gap):
+def test_any_sizes_give_what_torchs_products_give_in_float64(ranks, rows, inputs, outputs, gap, turned):
     spans, x, y, dy, dx, factors = case(ranks, rows, inputs, outputs, gap=gap)
+    if (
+        turned
+    ):  # a vector's long sides lie in rows: of a rank that is larger than both sides, A lies turned and B doesn't
+        factors = list(vectors.laid_out(factors))
     wide = [tensor.double() for tensor in (y, x, dy, dx, *factors)]
     y_64, x_64, dy_64, dx_64, *factors_64 = wide
     inner_64 = lora.add_shares(y_64, x_64, spans, factors_64)
@@ -83,8 +89,8 @@ def test_any_sizes_give_what_torchs_products_give_in_float64(ranks, rows, inputs
 
 
 def test_gradients_are_added_where_they_are_gathered():
-    spans, x, y, dy, _, factors = case((3, 40), 9, 48, 33)  # of rank 40 B is wider than high: it lies the other way
-    into = [torch.ones(3, 48), torch.ones(3, 33).t(), torch.ones(40, 48), torch.ones(33, 40)]
+    spans, x, y, dy, _, factors = case((3, 60), 9, 48, 33)  # of rank 60 both lie the other way
+    into = [torch.ones(3, 48), torch.ones(3, 33).t(), torch.ones(48, 60).t(), torch.ones(33, 60)]
     inner = narrow.add(y, x, spans, factors)
     fresh = narrow.gradients(dy, x, spans, factors, inner, None)
     found = narrow.gradients(dy, x, spans, factors, inner, None, into)

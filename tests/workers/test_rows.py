@@ -25,7 +25,7 @@ def rotation(num):
         both = torch.cat([turns, turns], 1)
         return both.cos()[None], both.sin()[None]
 
-    return Rotations(angles).at(torch.arange(num) % 5, torch.zeros(1))
+    return Rotations(angles, SIZE).at(torch.arange(num) % 5, torch.zeros(1))
 
 
 def turned_plainly(heads, by):
@@ -70,12 +70,13 @@ def test_heads_and_their_gradients_are_autograds(way, normed_by):
         assert near(gradient, torch.autograd.grad(expected, end, upstream)[0])
 
 
-@pytest.mark.parametrize("spread", [1e-3, 1.0, 30.0, 1e4])
+@pytest.mark.parametrize("spread", [1e-3, 1.0, 30.0, 1e4, 1e30])
 def test_the_gate_and_its_gradient_are_autograds(way, spread):
     gate, up, dout = spread * drawn(1, 9, 70), drawn(2, 9, 70), drawn(3, 9, 70)
     ends = [one.double().requires_grad_() for one in (gate, up)]
     expected = torch.nn.functional.silu(ends[0]) * ends[1]
     assert near(rows.gated(gate, up), expected)
+    assert not rows.gated(torch.full((1, 70), -1e38), up[:1]).any()
     wide = torch.cat([gate, up], 1)
     assert near(rows.gated(*wide.chunk(2, 1)), expected)
     gradients = torch.autograd.grad(expected, ends, dout.double())

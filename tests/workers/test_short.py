@@ -62,18 +62,23 @@ def test_any_sizes_and_scores_of_any_size(lengths, heads, size, spread):
     assert all(gradient.isfinite().all() for gradient in of.gradient(dout))
 
 
-def test_a_nan_stays_in_its_sequence():
-    lengths = [7, 9, 8]
-    q, k, v, dout = drawn(lengths, 4, 2, 16)
-    before = Short(q, k, v, lengths, 0.25)
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+@pytest.mark.parametrize("place", [0, 3, 4, 8])
+def test_a_nan_shows_in_all_that_see_it_and_stays_in_its_sequence(which, place):
+    lengths, at = [7, 9, 8], 7 + place
+    *given, dout = drawn(lengths, 4, 2, 16)
+    before = Short(*given, lengths, 0.25)
     expected = [before.out_THE, *before.gradient(dout)]
-    q[9], k[10], v[12] = float("nan"), float("inf"), float("nan")
-    after = Short(q, k, v, lengths, 0.25)
+    given[["query", "key", "value"].index(which)][at] = float("nan")
+    after = Short(*given, lengths, 0.25)
     others = torch.ones(24, dtype=torch.bool)
     others[7:16] = False
     found = [after.out_THE, *after.gradient(dout)]
     assert all(torch.equal(got[others], want[others]) for got, want in zip(found, expected, strict=True))
-    assert after.out_THE[9:16].isnan().any()
+    seen_by = slice(at, at + 1 if which == "query" else 16)
+    assert found[0][seen_by].isnan().all()
+    if which != "value":
+        assert found[1][seen_by].isnan().all()
 
 
 def test_a_sequence_has_the_same_bits_beside_others():

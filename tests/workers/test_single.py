@@ -49,6 +49,28 @@ def test_what_others_hold_and_what_lies_behind_a_sequence_changes_no_bit():
     assert torch.equal(attended(q[1:2], keys, values, table(BEGINS[1:2], PLACES[1:2]), rule)[0], before[1])
 
 
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+def test_a_nan_shows_in_all_that_see_it(which):
+    q, keys, values = drawn(4, 2, 16)
+    given = {"query": q[0], "key": keys[3], "value": values[3]}  # the first token sees positions 0 to 5
+    given[which][:] = float("nan")
+    found = attended(q, keys, values, table(BEGINS, PLACES), Rule(0.25))
+    assert found[0].isnan().all() and found[1:].isfinite().all()
+
+
+def test_heads_may_lie_in_any_order():
+    q, keys, values = drawn(4, 2, 16)
+    expected = attended(q, keys, values, table(BEGINS, PLACES), Rule(0.25))
+    turned = q.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(attended(turned, keys, values, table(BEGINS, PLACES), Rule(0.25)), expected)
+    one, key, value = (each[:, :1].contiguous() for each in (q, keys, values))
+    turned = one.transpose(0, 1).contiguous().transpose(0, 1)  # of a single head the stride says nothing
+    assert torch.equal(
+        attended(turned, key, value, table(BEGINS, PLACES), Rule(0.25)),
+        attended(one, key, value, table(BEGINS, PLACES), Rule(0.25)),
+    )
+
+
 def test_capped_scores_and_other_types_are_left_to_others():
     q, keys, _ = drawn(4, 2, 16)
     assert serves(q, keys, Rule(1.0)) and serves(q, keys, Rule(1.0, window=3))

@@ -7,11 +7,9 @@ PROGRAM = """
 import sys
 sys.modules["numba"] = None
 import torch
-from openrl.workers.model import compiled, laid, loops, lora, narrow, rows, short, single, warming
-from openrl.workers.trainer import stepping
+from openrl.workers.model import compiled, laid, loops, lora, narrow, rows, short, single, stepping, warming
 assert not compiled.HERE
 warming.warm_up()
-stepping.warm_up()
 x, factors = torch.ones(2, 4), [torch.ones(1, 4), torch.ones(3, 1)]
 y = torch.zeros(2, 3)
 lora.add_shares(y, x, ((0, 2, 0.5),), factors)

@@ -1,20 +1,26 @@
 """Functions over numbers, compiled for this machine's processor when they are first called (numba).
 
 For loops that torch would need hundreds of small calls for: a compiled one lets go of the interpreter's lock once for
-all of it, and multiplies small matrices at two to three times the speed. What was compiled is kept on disk, beside the
-source or where numba's own settings say (`NUMBA_CACHE_DIR`), and read from there by the next process. Memory comes in
+all of it, and multiplies small matrices at two to three times the speed. What was compiled is kept on disk, in
+`NUMBA_CACHE_DIR`, beside the source, or in the user's cache, and read from there by the next process. Memory comes in
 by its address, so nothing here keeps a tensor, or keeps one from being parked. Without numba there is torch's way.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
 try:
     import numba
+    from numba.core.caching import NullCache
     from numba.extending import intrinsic
 except ImportError:  # installed without our extras
     HERE = False
@@ -24,8 +30,6 @@ else:
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
-# numba doesn't see when these, or `floats` and `power_of_two`, change: what it kept on disk stays in use. After a
-# change here, `make clean`.
 _OPTIONS: dict[str, Any] = {
     "nogil": True,
     "boundscheck": False,
@@ -34,18 +38,50 @@ _OPTIONS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz", "arcp"},
 }
 
+_LOOPS: list[Any] = []
+
 
 def compiled(function: Compiled) -> Compiled:
     """Compile a function of numbers and arrays; its order of sums is fixed, so the same input gives the same bits."""
     if not HERE:
         return function
-    try:
-        return cast(Compiled, numba.njit(cache=True, **_OPTIONS)(function))
-    except RuntimeError:  # nowhere to keep it
-        return cast(Compiled, numba.njit(**_OPTIONS)(function))
+    loop = numba.njit(cache=bool(numba.config.CACHE_DIR), **_OPTIONS)(function)
+    _LOOPS.append(loop)
+    return cast(Compiled, loop)
+
+
+def forget() -> None:
+    """Delete what is kept on disk, and keep nothing there from now on."""
+    for loop in _LOOPS:
+        loop._cache = NullCache()
+    shutil.rmtree(numba.config.CACHE_DIR or "", ignore_errors=True)
+
+
+def _home() -> str:
+    """Return where compiled loops of these very sources, options and versions are kept; empty: nowhere.
+
+    numba itself looks at the file of a loop alone, not at what that calls, and may leave new sources beside old code
+    where a write was cut short.
+    """
+    sources = (Path(__file__), Path(__file__).with_name("loops.py"))
+    content = b"".join(source.read_bytes() for source in sources) + numba.__version__.encode()
+    name = f"openrl-{hashlib.sha256(content).hexdigest()[:16]}"
+    user = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    for place in (numba.config.CACHE_DIR, Path(__file__).with_name("__pycache__"), user):
+        if not place:
+            continue
+        try:
+            home = Path(place) / name
+            home.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=home):
+                return str(home)
+        except OSError:
+            continue
+    return ""
 
 
 if HERE:
+    numba.config.CACHE_DIR = _home()
 
     @intrinsic
     def _pointer(_context: Any, _address: Any) -> Any:

@@ -67,9 +67,9 @@ class Decoder:
 
     def __init__(self, loaded: LoadedModel, *, copy_bytes: int = 0) -> None:
         body: Any = loaded.model.base_model
-        self._embedding, self._rotations = body.embed_tokens, Rotations(body.rotary_emb)
+        self._embedding, self._rotations = body.embed_tokens, Rotations(body.rotary_emb, loaded.head_dim)
         budget = Budget(copy_bytes)
-        is_compiled = rows.serves(self._embedding.weight)
+        is_compiled = rows.serves(*(weight for weight in body.parameters() if weight.ndim == 1), self._embedding.weight)
         self._layers = [_Layer(number, layer, loaded, budget, is_compiled) for number, layer in enumerate(body.layers)]
         self._norm = _Norm(body.norm, is_compiled)
         self._rooms = Rooms(self._layers[0].sizes)

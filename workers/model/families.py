@@ -11,6 +11,7 @@ from typing import Any
 
 from openrl.tasks.errors import InvalidRequest
 
+PARTIAL = "partial_rotary_factor"
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that depend on a token's position alone."""
 CHANGING_ROPES = ("dynamic", "longrope")
@@ -81,13 +82,18 @@ def check(config: Mapping[str, Any]) -> Family:
     """The family of a model by its config.json, which says nothing that would be served wrongly.
 
     Raises:
-        InvalidRequest: the type isn't supported, positions are embedded in a way that depends on a sequence's
-            neighbours, layers attend in a way that isn't known here, or the weights are quantized.
+        InvalidRequest: the type isn't supported; positions are embedded in a way that depends on a sequence's
+            neighbours, or in a part of a head; layers attend in a way that isn't known here; the weights are quantized.
     """
     found = family(str(config.get("model_type") or "(none)"))
     for name in ("rope_scaling", "rope_parameters"):
         for kind in _rope_types(config.get(name)):
             _check_rope(name, kind)
+        for share in (config.get(PARTIAL), *_partial_ropes(config.get(name))):
+            if share not in (None, 1):
+                raise InvalidRequest(
+                    f"config.json has {PARTIAL}={share!r}: only heads that are rotated as a whole are supported"
+                )
     strange = sorted(set(config.get("layer_types") or ()) - set(LAYER_TYPES))
     if strange:
         raise InvalidRequest(f"config.json has layer_types {strange}; those supported are {', '.join(LAYER_TYPES)}")
@@ -118,6 +124,14 @@ def _check_rope(name: str, kind: str) -> None:
         )
     if kind not in STATIC_ROPES:
         raise InvalidRequest(f"config.json has {name} of type {kind!r}; those supported are {', '.join(STATIC_ROPES)}")
+
+
+def _partial_ropes(parameters: object) -> Iterator[object]:
+    """The shares of a head that are rotated, of each kind of layer."""
+    if isinstance(parameters, Mapping):
+        yield parameters.get(PARTIAL)
+        for inner in parameters.values():
+            yield from _partial_ropes(inner)
 
 
 def _rope_types(parameters: object) -> Iterator[str]:

@@ -64,7 +64,7 @@ class Layers(Stock):
         super().__init__(loaded)
         body: Any = loaded.model.base_model
         self._embedding, self._norm = body.embed_tokens, body.norm
-        self._rotations = Rotations(body.rotary_emb)
+        self._rotations = Rotations(body.rotary_emb, loaded.head_dim)
         self._layers = [Layer(number, layer, loaded) for number, layer in enumerate(body.layers)]
         self._names = [name for layer in self._layers for name in layer.names]
 

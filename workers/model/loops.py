@@ -1,10 +1,10 @@
-"""The loops that are compiled: over adapters' factors, over rows, over the heads of short sequences.
+"""The loops that are compiled: over adapters' factors, rows, heads of sequences, and the values of a step.
 
-All in one file, since what numba keeps on disk is made anew when the file of the loop itself has changed, not one that
-it calls (`compiled` says what to do after a change there). Memory comes by address, sizes and strides in values of
-float32; nothing is checked here. `narrow`, `laid`, `rows`, `short` and `single` say what each is for, and assert its
-conditions. Each sum has an order that depends on sizes alone. A `table` has a line for each segment: first token,
-tokens, rank, the addresses of A [R, I] and of B as [R, O], then those of their gradients; rank 0 is no adapter.
+All in one file, of which `compiled` takes the digest: what is kept on disk was made of these very lines. Memory comes
+by address, sizes and strides in values of float32; nothing is checked here. `narrow`, `laid`, `rows`, `short`, `single`
+and `stepping` say what each is for, and assert its conditions. Each sum has an order that depends on sizes alone. A
+`table` has a line for each segment: first token, tokens, rank, the addresses of A [R, I] and of B as [R, O], then those
+of their gradients; rank 0 is no adapter.
 
 Two products do all the multiplying: `_across` sums along the rows of both of its factors, `_along` adds rows of one to
 rows of the other. Both hold four rows by four in registers, and leave the long side to the processor's vectors.
@@ -16,6 +16,8 @@ from openrl.workers.model.compiled import compiled, floats, power_of_two
 
 _SIZE = 4
 """Bytes of a float32."""
+_LARGEST = np.float32(np.finfo(np.float32).max)
+_HALF = np.float32(0.5)
 _BLOCK = 64
 """Tokens whose share of a factor's gradient is summed while their rows are in the cache."""
 
@@ -474,5 +476,37 @@ def _exp(x):  # type: ignore[no-untyped-def]
 
 @compiled
 def _sigmoid(x):  # type: ignore[no-untyped-def]
-    less = _exp(-abs(x))
+    less = _exp(-abs(x)) if not x < np.float32(-87) else np.float32(0)
     return (np.float32(1) if x >= np.float32(0) else less) / (np.float32(1) + less)
+
+
+@compiled
+def square_sum(at, size):  # type: ignore[no-untyped-def]
+    """In float64."""
+    values = floats(at, size)
+    total = 0.0
+    for i in range(size):
+        value = np.float64(values[i])
+        total += value * value
+    return total
+
+
+@compiled
+def adamw(values_at, grads_at, avg_at, avg_sq_at, size, by, writes):  # type: ignore[no-untyped-def]
+    """Compute a step, write it if that is asked; return the sum of the squares of its updates, and if it is finite."""
+    clip, decay, new1, beta2, new2, scale, root, eps = by
+    values, grads = floats(values_at, size), floats(grads_at, size)
+    avgs, avg_sqs = floats(avg_at, size), floats(avg_sq_at, size)
+    squares, bad = 0.0, 0
+    for i in range(size):
+        grad, old = clip * grads[i], values[i]
+        far = grad - avgs[i]
+        avg = avgs[i] + new1 * far if new1 < _HALF else grad - far * (np.float32(1) - new1)
+        avg_sq = beta2 * avg_sqs[i] + new2 * grad * grad
+        new = decay * old - scale * avg / (np.sqrt(avg_sq) / root + eps)
+        update = np.float64(new - old)
+        squares += update * update
+        bad += 0 if avg_sq <= _LARGEST else 1
+        if writes:
+            values[i], avgs[i], avg_sqs[i] = new, avg, avg_sq
+    return squares, bad == 0

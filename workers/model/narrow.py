@@ -4,7 +4,7 @@ Torch needs two calls a segment in a forward and four in a backward, each for a 
 are compiled (`loops`), and write what they compute where it will lie: gradients are added to where the caller gathers
 them. Float32 on a CPU.
 
-The long side of a factor must lie in rows: A [R, I], and B as [R, O], which `vectors` of the trainer sees to; a B that
+A must lie as [R, I], and B as [R, O], which `vectors` of the trainer sees to where ranks are smaller than sides; what
 lies otherwise is copied. Every sum has an order of its own that depends on the sizes alone.
 
 Axes: `T` packed tokens, `S` tokens of a segment, `R` rank, `I` inputs, `O` outputs.
@@ -57,17 +57,18 @@ def gradients(
     """
     table, scales, _, held = _table(spans, factors)
     found = list(into) or [torch.zeros_like(one, memory_format=torch.preserve_format) for one in factors]
-    rooms = [one if _lies_long(one) else torch.zeros(one.shape[::-1]).t() for one in found[1::2]]
-    table = np.column_stack([table, _addresses(found[::2]), _addresses(rooms)])
+    a_rooms = [one if one.is_contiguous() else torch.zeros(one.shape) for one in found[::2]]
+    b_rooms = [one if _lies_long(one) else torch.zeros(one.shape[::-1]).t() for one in found[1::2]]
+    table = np.column_stack([table, _addresses(a_rooms), _addresses(b_rooms)])
     dy_TO, x_TI = _in_rows(dy_TO), _in_rows(x_TI)
     dx_at, dx_stride = (0, 0) if dx_TI is None else (dx_TI.data_ptr(), dx_TI.stride(0))
     assert dx_TI is None or dx_TI.stride(1) == 1, "rows are written where they lie"
     loops.share_gradients(
         *_place(dy_TO), *_place(x_TI), dx_at, dx_stride, table, scales, inner_N.data_ptr(),
     )  # fmt: skip
-    for room_OR, db_OR in zip(rooms, found[1::2], strict=True):
-        if room_OR is not db_OR:
-            db_OR.add_(room_OR)
+    for room, own in zip((*a_rooms, *b_rooms), (*found[::2], *found[1::2]), strict=True):
+        if room is not own:  # it lies the other way
+            own.add_(room)
     del held
     return found
 

@@ -51,9 +51,9 @@ class Rotation(NamedTuple):
 class Rotations:
     """The table; 8 bytes of float32 for each position and number of a head, up to the longest that was asked for."""
 
-    def __init__(self, module: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, module: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], head_dim: int) -> None:
         """`module` gives cosines and sines [1, T, E] for positions [1, T], in the type of its first argument."""
-        self._module = module
+        self._module, self._head_dim = module, head_dim
         self._table: Tensor | None = None
 
     def at(self, positions_T: Tensor, like: Tensor) -> Rotation:
@@ -70,5 +70,7 @@ class Rotations:
         with torch.inference_mode(False), torch.no_grad():
             zeros = torch.zeros(1, dtype=like.dtype, device=like.device)
             cos, sin = self._module(zeros, torch.arange(length, device=like.device)[None])
+            if cos.shape[-1] != self._head_dim:
+                raise ValueError(f"rotations are of {cos.shape[-1]} numbers, heads of {self._head_dim}")
             first, second = sin[0].chunk(2, -1)
             return torch.cat([cos[0], -first, second], -1)

@@ -25,7 +25,9 @@ _SIZE = 4
 
 def serves(*tensors: Tensor) -> bool:
     """Tell whether rows of these are computed here."""
-    return compiled.HERE and all(one.is_cpu and one.dtype is torch.float32 for one in tensors)
+    return compiled.HERE and all(
+        one.is_cpu and one.dtype is torch.float32 and one.stride(-1) == 1 for one in tensors if one.numel()
+    )
 
 
 class Normed(NamedTuple):

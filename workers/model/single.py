@@ -31,7 +31,8 @@ def attended(q_THD: Tensor, keys_PKD: Tensor, values_PKD: Tensor, where: np.ndar
     """Return what each token sees [T, H, D]: its sequence up to itself, or as much of its end as the rule says."""
     num, num_heads, size = q_THD.shape
     out_THD = torch.empty(num, num_heads, size)
-    assert q_THD.stride(2) == 1 and q_THD.stride(1) == size, "heads lie side by side"
+    if q_THD.stride(2) != 1 or (num_heads > 1 and q_THD.stride(1) != size):
+        q_THD = q_THD.contiguous()
     loops.attend_cached(
         out_THD.data_ptr(), q_THD.data_ptr(), q_THD.stride(0), keys_PKD.data_ptr(), values_PKD.data_ptr(), where,
         rule.window or 0, (int(where[:, 1].max()) + 1, num_heads, keys_PKD.size(1), size), np.float32(rule.scale),

@@ -9,7 +9,7 @@ import time
 import torch
 from torch import nn
 
-from openrl.workers.model import compiled, laid, narrow, rows, short, single
+from openrl.workers.model import compiled, laid, narrow, rows, short, single, stepping
 from openrl.workers.model.attention import Rule
 from openrl.workers.model.gathering import Gathering
 from openrl.workers.model.lora import MultiLoraLinear
@@ -27,12 +27,28 @@ def warm_up() -> None:
     if not compiled.HERE:
         return
     began = time.monotonic()
-    with torch.no_grad():
-        _rows()
-        _attention()
-        _adapters()
+    try:
+        _call_all()
+    except Exception as failure:  # a full disk, or a file that a crash has left short
+        log.warning("compiled loops can't be kept or read (%s): compiling them for this process alone", failure)
+        compiled.forget()
+        _call_all()
     if (took := time.monotonic() - began) > 1:
         log.info("compiled the loops for this processor in %.1f s; the next start reads them from disk", took)
+
+
+@torch.no_grad()
+def _call_all() -> None:
+    _rows()
+    _attention()
+    _adapters()
+    _step()
+
+
+def _step() -> None:
+    stepping.square_sum(torch.ones(1))
+    by = stepping.Factors(clip=1, decay=1, beta1=0, beta2=0, scale=0, root=1, eps=1)
+    stepping.take(torch.ones(1), torch.ones(1), torch.ones(1), torch.ones(1), by)
 
 
 def _rows() -> None:

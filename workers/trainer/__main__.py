@@ -30,7 +30,6 @@ from openrl.workers.model import grouped, loading, warming
 from openrl.workers.model.accelerator import Accelerator
 from openrl.workers.model.recomputing import Recomputing
 from openrl.workers.model.settings import AcceleratorSettings
-from openrl.workers.trainer import stepping
 from openrl.workers.trainer.checkpoints import Checkpoints
 from openrl.workers.trainer.device import Device
 from openrl.workers.trainer.engine import TrainerEngine
@@ -105,7 +104,6 @@ def build(
     log.info("loaded %s from %s: %s on %s", model.name, model.path, loaded.dtype, loaded.device)
     if loaded.device.type == "cpu" and not full:
         warming.warm_up()
-        stepping.warm_up()
     budget = settings.token_budget or (16384 if loaded.device.type == "cuda" else 1024)
     settings = replace(settings, token_budget=budget)
     if full:  # which is alone, and leaves when nothing has asked for it for long

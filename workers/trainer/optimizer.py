@@ -19,7 +19,7 @@ from torch.optim.adamw import adamw
 
 from openrl.tasks.errors import InvalidRequest
 from openrl.tasks.messages import OptimStep
-from openrl.workers.trainer import stepping
+from openrl.workers.model import stepping
 from openrl.workers.trainer.vectors import (
     Parts,
     add,

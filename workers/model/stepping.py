@@ -13,11 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrl.workers.model import compiled
-from openrl.workers.model.compiled import floats
-
-_LARGEST = np.float32(np.finfo(np.float32).max)
-_HALF = np.float32(0.5)
+from openrl.workers.model import compiled, loops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +38,9 @@ def serves(*vectors_N: Tensor) -> bool:
     return compiled.HERE and all(one.is_cpu and one.dtype is torch.float32 and one.is_contiguous() for one in vectors_N)
 
 
-def warm_up() -> None:
-    """Compile, or read from disk what was compiled, before a run asks for a step; where numba is missing, nothing."""
-    if compiled.HERE:
-        square_sum(torch.ones(1))
-        by = Factors(clip=1, decay=1, beta1=0, beta2=0, scale=0, root=1, eps=1)
-        take(torch.ones(1), torch.ones(1), torch.ones(1), torch.ones(1), by)
-
-
 def square_sum(values_N: Tensor) -> float:
     """Return the sum of all squares."""
-    return float(_square_sum(values_N.data_ptr(), len(values_N)))
+    return float(loops.square_sum(values_N.data_ptr(), len(values_N)))
 
 
 def looked_at(values_N: Tensor, grads_N: Tensor, avg_N: Tensor, avg_sq_N: Tensor, by: Factors) -> tuple[float, bool]:
@@ -68,38 +56,10 @@ def take(values_N: Tensor, grads_N: Tensor, avg_N: Tensor, avg_sq_N: Tensor, by:
 
 def _run(vectors_N: tuple[Tensor, ...], by: Factors, *, writes: bool) -> tuple[float, bool]:
     numbers = (by.clip, by.decay, 1.0 - by.beta1, by.beta2, 1.0 - by.beta2, by.scale, by.root, by.eps)
+    if len({len(vector_N) for vector_N in vectors_N}) != 1 or not serves(*vectors_N):
+        raise ValueError(f"the vectors of a step differ: {[tuple(vector_N.shape) for vector_N in vectors_N]}")
     values_at, grads_at, avg_at, avg_sq_at = (vector_N.data_ptr() for vector_N in vectors_N)
     with np.errstate(over="ignore"):  # what is too large for float32 is infinity, as it is to torch
         rounded = tuple(map(np.float32, numbers))
-    squares, finite = _step(values_at, grads_at, avg_at, avg_sq_at, len(vectors_N[0]), rounded, writes)
+    squares, finite = loops.adamw(values_at, grads_at, avg_at, avg_sq_at, len(vectors_N[0]), rounded, writes)
     return float(squares), bool(finite)
-
-
-@compiled.compiled
-def _square_sum(at, size):  # type: ignore[no-untyped-def]
-    values = floats(at, size)
-    total = 0.0
-    for i in range(size):
-        value = np.float64(values[i])
-        total += value * value
-    return total
-
-
-@compiled.compiled
-def _step(values_at, grads_at, avg_at, avg_sq_at, size, by, writes):  # type: ignore[no-untyped-def]
-    clip, decay, new1, beta2, new2, scale, root, eps = by
-    values, grads = floats(values_at, size), floats(grads_at, size)
-    avgs, avg_sqs = floats(avg_at, size), floats(avg_sq_at, size)
-    squares, bad = 0.0, 0
-    for i in range(size):
-        grad, old = clip * grads[i], values[i]
-        far = grad - avgs[i]
-        avg = avgs[i] + new1 * far if new1 < _HALF else grad - far * (np.float32(1) - new1)
-        avg_sq = beta2 * avg_sqs[i] + new2 * grad * grad
-        new = decay * old - scale * avg / (np.sqrt(avg_sq) / root + eps)
-        update = np.float64(new - old)
-        squares += update * update
-        bad += 0 if avg_sq <= _LARGEST else 1
-        if writes:
-            values[i], avgs[i], avg_sqs[i] = new, avg, avg_sq
-    return squares, bad == 0
