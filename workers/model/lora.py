@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from openrl.workers.model import grouped, narrow, products
+from openrl.workers.model import grouped, products
 from openrl.workers.model.segments import Segment, joined, require_within, segments_over
 from openrl.workers.weights.adapter import Adapter
 
@@ -98,6 +98,8 @@ def shares(name: str, segments: Sequence[Segment]) -> tuple[grouped.Spans, list[
 
 def add_shares(y_TO: Tensor, x_TI: Tensor, spans: grouped.Spans, factors: Sequence[Tensor]) -> list[Tensor]:
     """Add each span's `scale * x A^T B^T` to `y_TO`; return what `share_gradients` needs of it."""
+    from openrl.workers.model import narrow  # only here: it loads numba, and vLLM's workers stumble over that
+
     if narrow.serves(x_TI, factors):
         return [narrow.add(y_TO, x_TI, spans, factors)]
     inner = []
@@ -122,6 +124,8 @@ def share_gradients(
 
     `into`: where they are added, in the order of the factors; else they come in memory of their own.
     """
+    from openrl.workers.model import narrow  # only here: it loads numba, and vLLM's workers stumble over that
+
     if narrow.serves(x_TI, factors):
         return narrow.gradients(dy_TO, x_TI, spans, factors, inner[0], dx_TI, into)
     gradients = []
