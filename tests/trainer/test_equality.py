@@ -68,8 +68,8 @@ CASES = {
 class Twin:
     """A run of ours and a plain one, from the same bits."""
 
-    def __init__(self, bench, model_dir: Path, number: int = 0) -> None:
-        self.run = bench.run(number, seed=number + 1)
+    def __init__(self, bench, model_dir: Path, number: int = 0, **options: int) -> None:
+        self.run = bench.run(number, seed=number + 1, **options)
         self.directory = bench.data_dir / f"exports-{number}"
         self.plain = Plain(model_dir, self.export("start"), torch.float64)
 
@@ -100,7 +100,10 @@ def result(outcome) -> tuple[list[np.ndarray], dict[str, float]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_loss_logprobs_gradient_and_two_steps_equal_the_plain_way(bench, tiny_path, case):
-    twin, message = Twin(bench, tiny_path), CASES[case]
+    assert_two_steps_equal(bench, Twin(bench, tiny_path), CASES[case])
+
+
+def assert_two_steps_equal(bench, twin: Twin, message: ForwardBackward) -> None:
     for number, hyper in enumerate(STEPS):
         arrays, metrics = result(bench.one(twin.run, message))
         total, expected = twin.plain.forward_backward(message.data, message.loss_fn, **message.loss_fn_config)
@@ -205,15 +208,4 @@ def test_importance_sampling_over_an_old_logprob_of_minus_100_fails_and_names_th
 @pytest.mark.parametrize("rank", [64, 65, 140])
 def test_a_rank_beyond_the_models_own_width_is_trained_as_the_plain_way_does(bench, tiny_path, rank):
     """Its A is higher than wide."""
-    twin, message = Twin(bench, tiny_path), CASES["cross_entropy"]
-    twin.run = bench.run(7, rank=rank, seed=7)
-    twin.plain = Plain(tiny_path, twin.export(f"rank-{rank}"), torch.float64)
-    for number, hyper in enumerate(STEPS):
-        result(bench.one(twin.run, message))
-        twin.plain.forward_backward(message.data, message.loss_fn)
-        if number == 0:
-            error, tensor = furthest(twin.gradient(), twin.plain.gradients())
-            assert error < BOUND, tensor
-        assert bench.one(twin.run, hyper).error is None
-        twin.plain_step(hyper)
-        twin.assert_equal(f"rank-{rank}-{number}")
+    assert_two_steps_equal(bench, Twin(bench, tiny_path, rank=rank), CASES["cross_entropy"])

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-from openrl.workers.model import compiled
 from tests.tiny import make_tiny_model
 
 PROGRAM = """
@@ -39,7 +38,6 @@ assert known() == before, {name: (count, before[name]) for name, count in known(
 """
 
 
-@pytest.mark.skipif(not compiled.HERE, reason="numba isn't installed")
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_after_warming_up_passes_steps_and_samples_compile_nothing(tmp_path, model_type):
     model = make_tiny_model(tmp_path / "model", model_type=model_type)

@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 
 import openrl.workers
-from openrl.workers.model import compiled
-
-pytestmark = pytest.mark.skipif(not compiled.HERE, reason="numba isn't installed")
 
 SUM = (
     "from openrl.workers.model import loops, warming\n{}\nimport numpy as np\nvalues = np.arange(4, dtype=np.float32)\n"
@@ -68,6 +65,20 @@ def test_files_that_a_crash_has_left_short_are_made_anew(tmp_path, suffix):
 
 def test_a_full_disk_keeps_nobody_from_starting(tmp_path):
     assert summed(tmp_path, first=WARM_UP, limit=100) == ("14.0", "nowhere")
+
+
+def test_a_user_without_a_home_starts_too_and_a_relative_place_is_one(tmp_path):
+    code = "import pwd\ndef nobody(_):\n    raise KeyError\npwd.getpwuid = nobody\n" + SUM.format("")
+    env = {name: value for name, value in os.environ.items() if name not in ("HOME", "XDG_CACHE_HOME")}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=env | {"NUMBA_CACHE_DIR": "here"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith("14.0 "), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
 def test_where_nothing_can_be_written_the_next_place_is_taken(tmp_path):

@@ -27,7 +27,7 @@ def test_the_short_way_gives_what_transformers_does_with_two_adapters_and_none(
     tmp_path, monkeypatch, name, by, copy_bytes
 ):
     """Beginnings, then the rest of two and a token of the third: each row has its own adapter, or the base alone."""
-    monkeypatch.setattr(compiled, "HERE", by == "loops" and compiled.HERE)
+    monkeypatch.setattr(compiled, "HERE", by == "loops")
     loaded = load(make_model(tmp_path, name), device="cpu", dtype=torch.float32)
     way = way_through(loaded, copy_bytes=copy_bytes)
     assert isinstance(way, Decoder)
@@ -136,7 +136,6 @@ def test_what_was_made_of_an_adapter_goes_with_it(tmp_path):
     assert way.tensors() == []
 
 
-@pytest.mark.skipif(not compiled.HERE, reason="numba isn't installed")
 def test_an_adapter_is_read_where_it_lies_in_a_step_of_others_or_after_its_copy_was_moved(tmp_path):
     loaded = load(make_model(tmp_path, "qwen3"), device="cpu", dtype=torch.float32)
     way, sequences = way_through(loaded), [torch.arange(6)] * 2

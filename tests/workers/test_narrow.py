@@ -14,8 +14,6 @@ from openrl.workers.model.segments import Segment, joined
 from openrl.workers.trainer import vectors
 from openrl.workers.weights.adapter import Adapter
 
-pytestmark = pytest.mark.skipif(not compiled.HERE, reason="numba isn't installed")
-
 RANKS = (1, 2, 3, 4, 8, 13, 64)
 
 

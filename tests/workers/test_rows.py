@@ -35,8 +35,6 @@ def turned_plainly(heads, by):
 
 @pytest.fixture(params=[True, False], ids=["compiled", "torch"])
 def way(request, monkeypatch):
-    if request.param and not compiled.HERE:
-        pytest.skip("numba isn't installed")
     monkeypatch.setattr(compiled, "HERE", request.param)
 
 
@@ -83,7 +81,6 @@ def test_the_gate_and_its_gradient_are_autograds(way, spread):
     assert all(map(near, rows.gated_gradient(dout, gate, up), gradients))
 
 
-@pytest.mark.skipif(not compiled.HERE, reason="numba isn't installed")
 @pytest.mark.parametrize("normed_by", [HeadNorms(drawn(5, SIZE), drawn(6, SIZE), EPS), None], ids=["norms", "none"])
 def test_without_a_gradient_the_values_are_the_same(normed_by):
     num, num_q, num_k = 11, 4, 2

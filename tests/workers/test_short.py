@@ -6,11 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from openrl.workers.model import compiled
 from openrl.workers.model.attention import Rule
 from openrl.workers.model.short import LONGEST, Short, serves
-
-pytestmark = pytest.mark.skipif(not compiled.HERE, reason="numba isn't installed")
 
 
 def drawn(lengths, num_heads, num_keys, size, *, spread=1.0):

@@ -3,11 +3,8 @@
 import pytest
 import torch
 
-from openrl.workers.model import compiled
 from openrl.workers.model.attention import Rule
 from openrl.workers.model.single import attended, serves, table
-
-pytestmark = pytest.mark.skipif(not compiled.HERE, reason="numba isn't installed")
 
 BEGINS, PLACES = [0, 32, 96, 64], [5, 31, 0, 12]
 

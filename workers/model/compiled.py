@@ -22,11 +22,11 @@ try:
     import numba
     from numba.core.caching import NullCache
     from numba.extending import intrinsic
+
+    HERE = True
+    """Whether anything can be compiled."""
 except ImportError:  # installed without our extras
     HERE = False
-else:
-    HERE = True
-"""Whether anything can be compiled."""
 
 Compiled = TypeVar("Compiled", bound=Callable[..., Any])
 
@@ -66,12 +66,12 @@ def _home() -> str:
     sources = (Path(__file__), Path(__file__).with_name("loops.py"))
     content = b"".join(source.read_bytes() for source in sources) + numba.__version__.encode()
     name = f"openrl-{hashlib.sha256(content).hexdigest()[:16]}"
-    user = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    user = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111  # Path's may raise
     for place in (numba.config.CACHE_DIR, Path(__file__).with_name("__pycache__"), user):
-        if not place:
+        if not place or str(place).startswith("~"):  # not set, or a user without a home
             continue
         try:
-            home = Path(place) / name
+            home = Path(place).absolute() / name
             home.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=home):
                 return str(home)

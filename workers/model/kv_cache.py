@@ -227,19 +227,35 @@ class _Prefill:
 
 
 class _Decode:
-    """One token of each of several rows: each by itself (`single`), or, where that can't be, padded to the longest.
-
-    Then slots are read where they lie: from the first to the last in use, those between them in vain, as copying costs
-    more. Only rows that are spread thinly are gathered.
-    """
+    """One token of each of several rows: each by itself (`single`), or, where that can't be, padded to the longest."""
 
     reads_cache = True
 
     def __init__(self, cache: KVCache, rows: Sequence[Row]) -> None:
+        self.cache, self.num_tokens, self.rows = cache, len(rows), rows
+        self.table = single.table([row.slot * cache.max_length for row in rows], [row.start for row in rows])
+        self.padded: _Padded | None = None
+
+    def attend(self, layer: int, q_THD: Tensor, _k_TKD: Tensor | None, _v_TKD: Tensor | None, rule: Rule) -> Tensor:
+        if single.serves(q_THD, self.cache.memory[0], rule):
+            keys_PKD, values_PKD = (one[layer] for one in self.cache.memory)
+            return single.attended(q_THD, keys_PKD, values_PKD, self.table, rule)
+        if self.padded is None:
+            self.padded = _Padded(self.cache, self.rows)
+        return self.padded.attend(layer, q_THD, rule)
+
+
+class _Padded:
+    """Single tokens of several rows, padded to the longest.
+
+    Slots are read where they lie: from the first to the last in use, those between them in vain, as copying costs more.
+    Only rows that are spread thinly are gathered.
+    """
+
+    def __init__(self, cache: KVCache, rows: Sequence[Row]) -> None:
         device = cache.keys.device
-        self.cache, self.num_tokens = cache, len(rows)
+        self.cache = cache
         starts, slots = [row.start for row in rows], [row.slot for row in rows]
-        self.table = single.table([slot * cache.max_length for slot in slots], starts)
         self.shortest, self.longest = min(starts), max(starts) + 1
         self.slots, self.starts = torch.tensor(slots, device=device), torch.tensor(starts, device=device)
         first, last = min(slots), max(slots)
@@ -251,10 +267,8 @@ class _Decode:
         self.queries: tuple[Tensor | None, Tensor] = (None, self.starts)
         """Queries, and the same by heads of keys: a decoder's layers all have theirs in one place."""
 
-    def attend(self, layer: int, q_THD: Tensor, _k_TKD: Tensor | None, _v_TKD: Tensor | None, rule: Rule) -> Tensor:
-        if single.serves(q_THD, self.cache.memory[0], rule):
-            keys_PKD, values_PKD = (one[layer] for one in self.cache.memory)
-            return single.attended(q_THD, keys_PKD, values_PKD, self.table, rule)
+    def attend(self, layer: int, q_THD: Tensor, rule: Rule) -> Tensor:
+        """Return what the queries see, [T, H, D]."""
         if self.queries[0] is not q_THD:
             self.queries = (q_THD, q_THD.unflatten(1, (self.cache.keys.shape[2], -1)))
         q_BKGD = self.queries[1] if self.places is None else self._spread(self.queries[1])
